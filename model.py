@@ -1,0 +1,336 @@
+"""
+A decoder-only transformer that reads real Hugging Face checkpoints: Llama (Llama 2/3.x, SmolLM2), Qwen2/2.5, Qwen3.
+
+The idea. Attention is the only place where tokens meet, so it is the only thing this file does not do itself. There
+is no batch dimension: `model(ids (N,), pos (N,), attend)` maps N tokens to N hidden states and hands each layer's
+rotated queries, keys and values to `attend(layer, q, k, v)`. Prefill, decoding and the learner differ only in the
+function they pass; this is where a Shadow Mask enters the learner.
+
+Left out on purpose: dropout, sliding windows, mixture of experts, YaRN and other RoPE scalings (all refused by name),
+quantised weights, sentencepiece models' tokenizers.
+
+Parameter names are those of the checkpoint without the leading "model.", so loading is a strict comparison of names
+and shapes and saving is its inverse.
+
+References: Llama 3 (arXiv 2407.21783), Qwen2.5 (2412.15115), Qwen3 (2505.09388), RoPE (2104.09864).
+"""
+import json
+import math
+import os
+from dataclasses import dataclass, field
+
+import torch
+import torch.nn as nn
+import torch.nn.functional as F
+
+# which tensors an architecture has beyond the common ones; a bias of None means "ask config.attention_bias"
+ARCHITECTURES = {
+    "llama": dict(qkv_bias=None, o_bias=None, qk_norm=False),
+    "qwen2": dict(qkv_bias=True, o_bias=False, qk_norm=False),
+    "qwen3": dict(qkv_bias=None, o_bias=None, qk_norm=True),
+}
+
+
+@dataclass
+class Config:
+    arch: str
+    n_layer: int
+    n_head: int
+    n_kv_head: int
+    head_size: int
+    width: int
+    mlp_width: int
+    vocab_size: int
+    max_pos: int  # longest context in tokens the checkpoint was made for
+    eps: float
+    rope: dict = field(repr=False)  # rope_theta, rope_type and what that type needs
+    tied: bool = False
+    qkv_bias: bool = False
+    o_bias: bool = False
+    mlp_bias: bool = False
+    qk_norm: bool = False
+    raw: dict = field(default_factory=dict, repr=False)  # config.json as read; written back by save_pretrained
+
+    @classmethod
+    def from_dict(cls, raw):
+        """config.json as a dict -> Config. Raises ValueError for anything this file would compute wrongly."""
+        arch = raw.get("model_type")
+        if arch not in ARCHITECTURES:
+            raise ValueError(f"unknown architecture model_type={arch!r}: this code reads {', '.join(ARCHITECTURES)}")
+        missing = [k for k in ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "vocab_size",
+                               "max_position_embeddings", "rms_norm_eps") if k not in raw]
+        if missing:
+            raise ValueError(f"config.json lacks {', '.join(missing)}")
+        if raw.get("hidden_act", "silu") != "silu":
+            raise ValueError(f"hidden_act={raw['hidden_act']!r} is not supported (silu is)")
+        sliding = raw.get("use_sliding_window") or "sliding_attention" in (raw.get("layer_types") or [])
+        if sliding:
+            raise ValueError("sliding-window attention is not supported")
+        if raw.get("quantization_config"):
+            raise ValueError("quantised weights (quantization_config) are not supported")
+        # transformers 5 moved rope_theta into rope_parameters; before that it stood beside rope_scaling (or nothing)
+        rope = dict(raw.get("rope_parameters") or raw.get("rope_scaling") or {})
+        rope.setdefault("rope_type", rope.pop("type", "default"))
+        rope.setdefault("rope_theta", raw.get("rope_theta"))
+        if rope["rope_theta"] is None:
+            raise ValueError("config.json gives no rope_theta, neither at the top nor in rope_parameters")
+        if raw.get("partial_rotary_factor", rope.get("partial_rotary_factor", 1.0)) != 1.0:
+            raise ValueError("partial_rotary_factor other than 1 is not supported")
+        n_head, spec = raw["num_attention_heads"], ARCHITECTURES[arch]
+        bias = bool(raw.get("attention_bias", False))
+        config = cls(
+            arch=arch, n_layer=raw["num_hidden_layers"], n_head=n_head, n_kv_head=raw.get("num_key_value_heads") or n_head,
+            head_size=raw.get("head_dim") or (128 if arch == "qwen3" else raw["hidden_size"] // n_head),
+            width=raw["hidden_size"], mlp_width=raw["intermediate_size"], vocab_size=raw["vocab_size"],
+            max_pos=raw["max_position_embeddings"], eps=raw["rms_norm_eps"], rope=rope,
+            tied=raw.get("tie_word_embeddings", False), qk_norm=spec["qk_norm"], mlp_bias=bool(raw.get("mlp_bias", False)),
+            qkv_bias=bias if spec["qkv_bias"] is None else spec["qkv_bias"],
+            o_bias=bias if spec["o_bias"] is None else spec["o_bias"], raw=raw)
+        if config.n_head % config.n_kv_head:
+            raise ValueError(f"{config.n_head} query heads do not divide into {config.n_kv_head} KV heads")
+        rope_frequencies(config)  # an unknown rope_type fails here, before any weight is read
+        return config
+
+    def kv_bytes_per_token(self, dtype):
+        """Bytes one token takes in a dense KV cache: keys and values of every layer and KV head."""
+        return 2 * self.n_layer * self.n_kv_head * self.head_size * dtype.itemsize
+
+
+def rope_frequencies(config):
+    """Radians per position of each rotated pair, (hs/2,) fp32. `rope_type` "default" or "llama3" (per-band stretching)."""
+    rope, hs = config.rope, config.head_size
+    freq = rope["rope_theta"] ** -(torch.arange(0, hs, 2, dtype=torch.int64).float() / hs)  # (hs/2,)
+    if rope["rope_type"] == "default":
+        return freq
+    if rope["rope_type"] == "llama3":
+        missing = [k for k in ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings") if k not in rope]
+        if missing:
+            raise ValueError(f"rope_type llama3 needs {', '.join(missing)}")
+        # turns made within the original context: few turns -> stretched by `factor`, many -> untouched, linear between
+        turns = rope["original_max_position_embeddings"] * freq / (2 * math.pi)
+        lo, hi = rope["low_freq_factor"], rope["high_freq_factor"]
+        smooth = ((turns - lo) / (hi - lo)).clamp(0, 1)
+        return (1 - smooth) * freq / rope["factor"] + smooth * freq
+    raise ValueError(f"rope_type {rope['rope_type']!r} is not supported (default and llama3 are)")
+
+
+def matmul32(a, b):
+    """a (..., n, c) @ b (..., c, m) -> fp32, without rounding the product to bf16 on the way.
+
+    bf16 inputs keep their fp32 accumulator where the device offers that (CUDA), and are upcast elsewhere. Log-probs in
+    the tail move by 0.1 nat if the head's output is rounded, and sampler and learner round differently. Not differentiable
+    on CUDA bf16: `Transformer.logits` wraps it."""
+    if a.is_cuda and a.dtype != torch.float32:
+        if a.dim() == 2:
+            return torch.mm(a, b, out_dtype=torch.float32)
+        out = torch.bmm(a.flatten(0, -3), b.flatten(0, -3), out_dtype=torch.float32)
+        return out.view(*a.shape[:-1], b.shape[-1])
+    return a.float() @ b.float()
+
+
+class Head(torch.autograd.Function):
+    """hidden (n, C), weight (V, C) -> fp32 logits (n, V); gradients in the inputs' dtype."""
+    @staticmethod
+    def forward(ctx, hidden, weight):
+        ctx.save_for_backward(hidden, weight)
+        return matmul32(hidden, weight.t())
+
+    @staticmethod
+    def backward(ctx, grad):
+        hidden, weight = ctx.saved_tensors
+        grad = grad.to(weight.dtype)  # (n, V)
+        return grad @ weight, grad.t() @ hidden
+
+
+class RMSNorm(nn.Module):
+    def __init__(self, n, eps):
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(n))
+        self.eps = eps
+
+    def forward(self, x):
+        # normalise in fp32, cast, then scale: the order the checkpoints were trained with
+        y = x.float()
+        y = y * torch.rsqrt(y.pow(2).mean(-1, keepdim=True) + self.eps)
+        return self.weight * y.to(x.dtype)
+
+
+def rotate(x, cos, sin):
+    """Rotate x (N, heads, hs): channel i pairs with i + hs/2, as Hugging Face checkpoints have it; cos, sin (N, 1, hs/2) fp32."""
+    a, b = x.float().chunk(2, dim=-1)
+    return torch.cat((a * cos - b * sin, b * cos + a * sin), dim=-1).to(x.dtype)
+
+
+class Attention(nn.Module):
+    def __init__(self, c, layer):
+        super().__init__()
+        self.c, self.layer = c, layer
+        self.q_proj = nn.Linear(c.width, c.n_head * c.head_size, bias=c.qkv_bias)
+        self.k_proj = nn.Linear(c.width, c.n_kv_head * c.head_size, bias=c.qkv_bias)
+        self.v_proj = nn.Linear(c.width, c.n_kv_head * c.head_size, bias=c.qkv_bias)
+        self.o_proj = nn.Linear(c.n_head * c.head_size, c.width, bias=c.o_bias)
+        if c.qk_norm:
+            self.q_norm, self.k_norm = RMSNorm(c.head_size, c.eps), RMSNorm(c.head_size, c.eps)
+
+    def forward(self, x, cos, sin, attend):
+        c, N = self.c, len(x)
+        q = self.q_proj(x).view(N, c.n_head, c.head_size)     # (N, nh, hs)
+        k = self.k_proj(x).view(N, c.n_kv_head, c.head_size)  # (N, nkv, hs)
+        v = self.v_proj(x).view(N, c.n_kv_head, c.head_size)  # (N, nkv, hs)
+        if c.qk_norm:  # per head and before the rotation
+            q, k = self.q_norm(q), self.k_norm(k)
+        y = attend(self.layer, rotate(q, cos, sin), rotate(k, cos, sin), v)  # (N, nh, hs)
+        return self.o_proj(y.reshape(N, c.n_head * c.head_size))
+
+
+class MLP(nn.Module):
+    def __init__(self, c):
+        super().__init__()
+        self.gate_proj = nn.Linear(c.width, c.mlp_width, bias=c.mlp_bias)
+        self.up_proj = nn.Linear(c.width, c.mlp_width, bias=c.mlp_bias)
+        self.down_proj = nn.Linear(c.mlp_width, c.width, bias=c.mlp_bias)
+
+    def forward(self, x):
+        return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
+
+
+class Block(nn.Module):
+    def __init__(self, c, layer):
+        super().__init__()
+        self.input_layernorm = RMSNorm(c.width, c.eps)
+        self.self_attn = Attention(c, layer)
+        self.post_attention_layernorm = RMSNorm(c.width, c.eps)
+        self.mlp = MLP(c)
+
+    def forward(self, x, cos, sin, attend):
+        x = x + self.self_attn(self.input_layernorm(x), cos, sin, attend)
+        return x + self.mlp(self.post_attention_layernorm(x))
+
+
+class Transformer(nn.Module):
+    """`model(ids (N,), pos (N,), attend)` -> hidden states (N, C), normalised, ready for `model.logits`.
+
+    ids, pos: int64 on the model's device; pos are true positions (RoPE), whatever row a token sits in.
+    attend(layer, q (N, nh, hs), k (N, nkv, hs), v (N, nkv, hs)) -> (N, nh, hs)."""
+
+    def __init__(self, config):
+        super().__init__()
+        self.config = c = config
+        self.embed_tokens = nn.Embedding(c.vocab_size, c.width)
+        self.layers = nn.ModuleList(Block(c, i) for i in range(c.n_layer))
+        self.norm = RMSNorm(c.width, c.eps)
+        if not c.tied:
+            self.lm_head = nn.Linear(c.width, c.vocab_size, bias=False)
+        # embedding tables are padded past the tokenizer (Qwen2.5: 151,936 rows, 151,665 tokens): whoever knows the tokenizer
+        # lowers this, and the padding leaves the support of sampler and learner alike
+        self.vocab_used = c.vocab_size
+        self.rope_freq = rope_frequencies(c)  # (hs/2,) fp32
+
+    def _apply(self, fn, *args, **kwargs):  # .to(), .bfloat16(): move the RoPE table, never round it
+        super()._apply(fn, *args, **kwargs)
+        self.rope_freq = rope_frequencies(self.config).to(self.norm.weight.device)
+        return self
+
+    def forward(self, ids, pos, attend):
+        x = self.embed_tokens(ids)  # (N, C)
+        angle = pos.float()[:, None, None] * self.rope_freq  # (N, 1, hs/2)
+        cos, sin = angle.cos(), angle.sin()
+        for layer in self.layers:
+            x = layer(x, cos, sin, attend)
+        return self.norm(x)
+
+    @property
+    def head(self):
+        """The output matrix (vocab_used, C)."""
+        return (self.embed_tokens if self.config.tied else self.lm_head).weight[:self.vocab_used]
+
+    def logits(self, hidden):
+        """hidden (n, C) -> fp32 logits (n, vocab_used). Callers pass few rows at a time: n x V is the largest tensor around."""
+        return Head.apply(hidden, self.head)
+
+    @property
+    def device(self):
+        return self.norm.weight.device
+
+    @property
+    def dtype(self):
+        return self.norm.weight.dtype
+
+    @classmethod
+    def from_pretrained(cls, path, device="cpu", dtype=torch.float32):
+        """Load a Hugging Face checkpoint from a folder or, if there is no such folder, from the hub under that name.
+
+        Raises ValueError or FileNotFoundError, naming the culprit, for an unknown architecture or rope_type, a missing or
+        truncated file, and any tensor that is missing, unused or of the wrong shape."""
+        path = find_checkpoint(path)
+        with open(os.path.join(path, "config.json"), encoding="utf-8") as f:
+            try:
+                raw = json.load(f)
+            except ValueError as e:
+                raise ValueError(f"{f.name} is not valid JSON: {e}") from None
+        with torch.device("meta"):  # no memory, no uninitialised weights: every tensor must come from the checkpoint
+            model = cls(Config.from_dict(raw))
+        tensors = {k.removeprefix("model."): t.to(device=device, dtype=dtype) for k, t in read_safetensors(path)}
+        if model.config.tied:
+            tensors.pop("lm_head.weight", None)  # the config wins when a tied checkpoint carries both
+        tensors = {k: t for k, t in tensors.items() if not k.endswith("rotary_emb.inv_freq")}  # old exports store a table
+        want = {k: tuple(p.shape) for k, p in model.named_parameters()}
+        for what, names in (("lacks", want.keys() - tensors.keys()), ("has unused", tensors.keys() - want.keys())):
+            if names:
+                raise ValueError(f"{path} {what} {len(names)} tensor(s), e.g. {min(names)}")
+        for k, shape in want.items():
+            if tuple(tensors[k].shape) != shape:
+                raise ValueError(f"{path}: {k} has shape {tuple(tensors[k].shape)}, config.json implies {shape}")
+        model.load_state_dict(tensors, strict=True, assign=True)
+        for p in model.parameters():
+            p.requires_grad_(True)
+        model.rope_freq = rope_frequencies(model.config).to(model.device)
+        return model
+
+    def save_pretrained(self, path):
+        """Write config.json and model.safetensors into folder `path`; transformers' AutoModelForCausalLM reads it."""
+        from safetensors.torch import save_file
+        os.makedirs(path, exist_ok=True)
+        tensors = {(k if k.startswith("lm_head.") else "model." + k): p.detach().cpu().contiguous() for k, p in self.named_parameters()}
+        save_file(tensors, os.path.join(path, "model.safetensors"), metadata={"format": "pt"})
+        name = str(self.dtype).removeprefix("torch.")
+        raw = {k: v for k, v in self.config.raw.items() if k not in ("dtype", "torch_dtype")}
+        with open(os.path.join(path, "config.json"), "w", encoding="utf-8") as f:
+            json.dump({**raw, "torch_dtype": name, "dtype": name}, f, indent=2)  # the key moved; both readers find theirs
+
+
+def find_checkpoint(path):
+    """A local folder as it is; otherwise download the hub repository of that name. -> folder"""
+    if os.path.isdir(path):
+        if not os.path.exists(os.path.join(path, "config.json")):
+            raise FileNotFoundError(f"{path} holds no config.json")
+        return path
+    from huggingface_hub import snapshot_download
+    try:
+        return snapshot_download(path, allow_patterns=["*.json", "*.safetensors", "*.jinja"])
+    except Exception as e:
+        reason = (str(e).strip().splitlines() or [type(e).__name__])[0]
+        raise FileNotFoundError(f"{path!r} is neither a local folder nor could it be downloaded from the hub: {reason}") from None
+
+
+def read_safetensors(path):
+    """Yield (name, tensor) from model.safetensors or from the shards its index lists; stray files are not read."""
+    from safetensors import SafetensorError, safe_open
+    index = os.path.join(path, "model.safetensors.index.json")
+    if os.path.exists(index):
+        with open(index, encoding="utf-8") as f:
+            weight_map = json.load(f)["weight_map"]
+    else:
+        weight_map = None
+    files = sorted(set(weight_map.values())) if weight_map else ["model.safetensors"]
+    for name in files:
+        file = os.path.join(path, name)
+        if not os.path.exists(file):
+            raise FileNotFoundError(f"{file} is missing" + (" although model.safetensors.index.json lists it" if weight_map else ""))
+        try:
+            with safe_open(file, framework="pt") as f:
+                for key in f.keys():
+                    if weight_map is None or weight_map.get(key) == name:
+                        yield key, f.get_tensor(key)
+        except SafetensorError as e:
+            raise ValueError(f"{file} is truncated or not a safetensors file: {e}") from None
