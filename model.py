@@ -114,18 +114,23 @@ def rope_frequencies(config):
     raise ValueError(f"rope_type {rope['rope_type']!r} is not supported (default and llama3 are)")
 
 
+def widen(x):
+    """x in fp32, the dtype of reductions here; fp64 stays fp64, so that an fp64 model is fp64 from end to end (tests)."""
+    return x.to(torch.promote_types(x.dtype, torch.float32))
+
+
 def matmul32(a, b):
-    """a (..., n, c) @ b (..., c, m) -> fp32, without rounding the product to bf16 on the way.
+    """a (..., n, c) @ b (..., c, m) -> fp32 (fp64 of fp64), without rounding the product to bf16 on the way.
 
     bf16 inputs keep their fp32 accumulator where the device offers that (CUDA), and are upcast elsewhere. Log-probs in
     the tail move by 0.1 nat if the head's output is rounded, and sampler and learner round differently. Not differentiable
     on CUDA bf16: `Transformer.logits` wraps it."""
-    if a.is_cuda and a.dtype != torch.float32:
+    if a.is_cuda and a.dtype in (torch.bfloat16, torch.float16):
         if a.dim() == 2:
             return torch.mm(a, b, out_dtype=torch.float32)
         out = torch.bmm(a.flatten(0, -3), b.flatten(0, -3), out_dtype=torch.float32)
         return out.view(*a.shape[:-1], b.shape[-1])
-    return a.float() @ b.float()
+    return widen(a) @ widen(b)
 
 
 class Head(torch.autograd.Function):
@@ -150,14 +155,14 @@ class RMSNorm(nn.Module):
 
     def forward(self, x):
         # normalise in fp32, cast, then scale: the order the checkpoints were trained with
-        y = x.float()
+        y = widen(x)
         y = y * torch.rsqrt(y.pow(2).mean(-1, keepdim=True) + self.eps)
         return self.weight * y.to(x.dtype)
 
 
 def rotate(x, cos, sin):
     """Rotate x (N, heads, hs): channel i pairs with i + hs/2, as Hugging Face checkpoints have it; cos, sin (N, 1, hs/2) fp32."""
-    a, b = x.float().chunk(2, dim=-1)
+    a, b = widen(x).chunk(2, dim=-1)
     return torch.cat((a * cos - b * sin, b * cos + a * sin), dim=-1).to(x.dtype)
 
 
@@ -233,7 +238,7 @@ class Transformer(nn.Module):
 
     def forward(self, ids, pos, attend):
         x = self.embed_tokens(ids)  # (N, C)
-        angle = pos.float()[:, None, None] * self.rope_freq  # (N, 1, hs/2)
+        angle = pos.to(torch.promote_types(x.dtype, torch.float32))[:, None, None] * self.rope_freq  # (N, 1, hs/2)
         cos, sin = angle.cos(), angle.sin()
         for layer in self.layers:
             x = layer(x, cos, sin, attend)
