@@ -1,0 +1,141 @@
+"""
+The compressed KV cache: what is kept, what is dropped, and the log of it.
+
+The idea. A prompt is prefilled densely, one layer at a time: attend, score the layer's keys, copy the kept ones into
+the cache, let go of the rest before the next layer runs. So the dense cache of one layer is the most that ever exists,
+and the last prompt token still saw everything: response token 0 is dense, tokens 1.. see the kept keys only. What was
+kept depends on the prompt alone, so the G samples of a group share one compressed prompt; each sample owns the keys of
+its response. Kept keys stay rotated to their true positions; nothing is ever re-rotated or renumbered.
+
+A new method is one scoring function and one line in EVICT: it gives each key a score, the highest are kept. Sinks (the
+first keys, on which trained models park attention) and the observation window (the last W) are kept by every method.
+
+Departures from SnapKV (arXiv 2404.14469): attention sinks are protected (StreamingLLM, 2309.17453), the query heads of
+one KV head vote together (mean), and the cache is per KV head, never expanded to query heads.
+Left out here: methods that evict response keys while decoding (R-KV, H2O); `until` in the log has their place.
+"""
+import torch
+import torch.nn.functional as F
+
+from model import matmul32
+
+# ---------------------------------------------------------------------------------------------------------------------
+# scores: (q of the last W prompt rows (W, nh, hs), k of all prompt rows (P, nkv, hs), pool, rng) -> (nkv, P), higher is kept
+
+def score_snapkv(q, k, pool, rng):
+    """Attention that the last W queries pay to each earlier key, summed over the window, averaged over the query heads of a
+    KV head, then max-pooled over `pool` neighbouring keys so that what belongs together stays together (2404.14469, eq. 5)."""
+    (W, nh, hs), (P, nkv, _) = q.shape, k.shape
+    q = q.view(W, nkv, nh // nkv, hs).permute(1, 2, 0, 3).reshape(nkv, -1, hs)        # (nkv, nh/nkv * W, hs)
+    att = matmul32(q, k.permute(1, 2, 0)) * hs ** -0.5                                # (nkv, nh/nkv * W, P)
+    att = att.view(nkv, nh // nkv, W, P)
+    row = torch.arange(P - W, P, device=q.device)[:, None]                            # (W, 1) causal inside the window
+    att = att.masked_fill(torch.arange(P, device=q.device) > row, float("-inf")).softmax(-1)
+    votes = att.sum(2).mean(1)[:, :P - W]                                             # (nkv, P - W) the window has no vote on itself
+    votes = F.max_pool1d(votes[None], pool, stride=1, padding=pool // 2)[0]           # pads with -inf, never with a vote
+    return F.pad(votes, (0, W))                                                       # (nkv, P)
+
+
+def score_recent(q, k, pool, rng):
+    """The later the better: sinks plus a sliding window (StreamingLLM, 2309.17453)."""
+    return torch.arange(len(k), device=k.device).float().expand(k.shape[1], -1)
+
+
+def score_random(q, k, pool, rng):
+    """A uniform choice, drawn for each KV head on its own."""
+    return torch.rand(k.shape[1], len(k), generator=rng).to(k.device)
+
+
+EVICT = {"none": None, "snapkv": score_snapkv, "recent": score_recent, "random": score_random}
+
+
+def keep(score, budget, window, sinks):
+    """score (nkv, P) -> kept positions (nkv, budget), ascending: sinks, window, and the best of the rest; ties go to the earlier key."""
+    score = score.clone()
+    score[:, :sinks] = float("inf")
+    score[:, score.shape[1] - window:] = float("inf")
+    best = score.argsort(dim=-1, descending=True, stable=True)[:, :budget]
+    return best.sort(dim=-1).values
+
+
+class KVCache:
+    """Keys and values of B prompts (compressed, shared by the group) and of B x G responses.
+
+    config: model.Config. lengths: prompt lengths in tokens. group: samples per prompt. max_new_tokens: room for responses.
+    evict: a name in EVICT. budget: prompt keys kept per layer and KV head, window and sinks included; a prompt no longer
+    than that is kept whole, exactly the dense method. window, sinks: see the head of this file. pool: odd width in keys.
+    Raises ValueError for settings that cannot mean what they say."""
+
+    def __init__(self, config, lengths, group, max_new_tokens, evict="snapkv", budget=256, window=32, sinks=4, pool=7,
+                 seed=0, device="cpu", dtype=torch.float32):
+        check_eviction(evict, budget, window, sinks, pool)
+        self.c, self.lengths, self.group = config, list(lengths), group
+        self.score, self.budget, self.window, self.sinks, self.pool = EVICT[evict], budget, window, sinks, pool
+        self.rng = torch.Generator().manual_seed(seed)
+        B, L, nkv, hs = len(lengths), config.n_layer, config.n_kv_head, config.head_size
+        self.n_kept = [P if self.score is None else min(P, budget) for P in self.lengths]
+        zeros = lambda *shape: torch.zeros(shape, device=device, dtype=dtype)
+        # kept keys differ in number only between prompts shorter than the budget (or when nothing is evicted)
+        self.prompt = [(zeros(B, nkv, max(self.n_kept), hs), zeros(B, nkv, max(self.n_kept), hs)) for _ in range(L)]
+        # the last sampled token is never fed back, so a response of R tokens has R - 1 keys
+        self.response = [(zeros(B * group, nkv, max_new_tokens - 1, hs), zeros(B * group, nkv, max_new_tokens - 1, hs)) for _ in range(L)]
+        self.kept = [[None] * L for _ in range(B)]  # the log: [prompt][layer] -> (nkv, K) kept positions
+        n = torch.tensor(self.n_kept, device=device)
+        slot = torch.arange(max(self.n_kept), device=device)
+        self.padding = (slot >= n[:, None])[:, None, None] if len(set(self.n_kept)) > 1 else None  # (B, 1, 1, K)
+        self.t = 0  # response slots filled so far
+
+    def write_prompt(self, b, layer, q, k, v):
+        """Compress prompt b at one layer. q (P, nh, hs), k, v (P, nkv, hs), rotated; call it after the layer attended."""
+        P, K = self.lengths[b], self.n_kept[b]
+        if K == P:
+            kept = torch.arange(P, device=k.device).expand(k.shape[1], -1)
+        else:
+            kept = keep(self.score(q[P - self.window:], k, self.pool, self.rng), K, self.window, self.sinks)  # (nkv, K)
+        index = kept[:, :, None].expand(-1, -1, k.shape[2])                                # (nkv, K, hs)
+        for store, x in zip(self.prompt[layer], (k, v)):
+            store[b, :, :K] = x.transpose(0, 1).gather(1, index)  # a copy: no view keeps the dense keys alive
+        self.kept[b][layer] = kept
+
+    def attend(self, layer, q, k, v):
+        """One decoding step at one layer: every sample's new token attends to its prompt's kept keys, its own response, itself.
+
+        q (S, nh, hs), k, v (S, nkv, hs) with S = B x G; -> (S, nh, hs). The prompt part is read once per group, not per sample."""
+        (S, nh, hs), nkv, G = q.shape, k.shape[1], self.group
+        B, g = S // G, nh // nkv
+        (kp, vp), (kr, vr) = self.prompt[layer], self.response[layer]
+        kr[:, :, self.t], vr[:, :, self.t] = k, v
+        kr, vr = kr[:, :, :self.t + 1], vr[:, :, :self.t + 1]                               # (S, nkv, t+1, hs)
+        q = q.view(B, G, nkv, g, hs)
+        by_prompt = lambda x: x.transpose(1, 2).reshape(B, nkv, G * g, -1)                  # (B, G, nkv, g, .) -> (B, nkv, G*g, .)
+        by_sample = lambda x: x.view(B, nkv, G, g, -1).transpose(1, 2).reshape(S, nkv, g, -1)
+        sp = matmul32(by_prompt(q), kp.transpose(-1, -2))                                   # (B, nkv, G*g, K)
+        if self.padding is not None:
+            sp = sp.masked_fill(self.padding, float("-inf"))
+        sr = matmul32(q.reshape(S, nkv, g, hs), kr.transpose(-1, -2))                       # (S, nkv, g, t+1)
+        s = torch.cat((by_sample(sp), sr), dim=-1) * hs ** -0.5                             # (S, nkv, g, K+t+1) fp32
+        p = torch.exp(s - s.amax(-1, keepdim=True))
+        total = p.sum(-1, keepdim=True)
+        p = p.to(v.dtype)  # as the learner's kernel: weights rounded before, normalised after the product with the values
+        pp, pr = p.split((kp.shape[2], self.t + 1), dim=-1)
+        out = by_sample(matmul32(by_prompt(pp.reshape(B, G, nkv, g, -1)), vp)) + matmul32(pr, vr)  # (S, nkv, g, hs)
+        return (out / total).to(v.dtype).view(S, nh, hs)
+
+    def advance(self):
+        """Call once per decoding step, after the last layer."""
+        self.t += 1
+
+    def nbytes(self):
+        """Bytes of storage held, counted from the storages themselves."""
+        tensors = [x for part in (self.prompt, self.response) for layer in part for x in layer]
+        return sum({x.untyped_storage().data_ptr(): x.untyped_storage().nbytes() for x in tensors}.values())
+
+
+def check_eviction(evict, budget, window, sinks, pool=7):
+    """Raise ValueError for an unknown method or a budget that leaves no key to choose."""
+    if evict not in EVICT:
+        raise ValueError(f"unknown eviction method {evict!r}: choose from {', '.join(EVICT)}")
+    if window < 1 or sinks < 0 or pool < 1 or pool % 2 == 0:
+        raise ValueError(f"window {window} must be at least 1, sinks {sinks} at least 0, pool {pool} odd")
+    if evict != "none" and budget <= window + sinks:
+        raise ValueError(f"budget {budget} must be above window + sinks = {window} + {sinks}, or no key is left to choose")
