@@ -119,7 +119,7 @@ class KVCache:
         p = p.to(v.dtype)  # as the learner's kernel: weights rounded before, normalised after the product with the values
         pp, pr = p.split((kp.shape[2], self.t + 1), dim=-1)
         out = by_sample(matmul32(by_prompt(pp.reshape(B, G, nkv, g, -1)), vp)) + matmul32(pr, vr)  # (S, nkv, g, hs)
-        return (out / total).to(v.dtype).view(S, nh, hs)
+        return (out / total).to(v.dtype).reshape(S, nh, hs)
 
     def advance(self):
         """Call once per decoding step, after the last layer."""

@@ -1,0 +1,444 @@
+"""
+Reinforcement learning with a compressed KV cache: rollout, GRPO under the Shadow Mask, distillation, in one loop.
+
+    python train.py                                        # the embedded checkpoint on whatever is there, CPU or GPU
+    python train.py config/smollm2.py --out_dir=out/mine   # a config file, then --key=value, each overriding what came before
+
+The idea. The sampler decodes from an evicted cache, so it is a sparse policy. What was evicted is logged and replayed in
+the learner's attention, so the policy that is updated is the policy that sampled (learner = "shadow"), and a KL term
+lets the dense policy learn from it (distill_to = "dense") or the other way round:
+
+    loss = GRPO(shadow) + distill * KL(dense || stop-gradient(shadow))
+
+Left out on purpose: several GPUs, a reference model, importance corrections (`policy_loss` takes their weights).
+All randomness of a step is a function of (seed, step), so a checkpoint needs no RNG state beyond those two numbers.
+"""
+import difflib
+import json
+import os
+import shutil
+import signal
+import sys
+import time
+from types import SimpleNamespace
+
+import torch
+
+from grpo import advantages, policy_loss, replay, token_scale
+from kvcache import EVICT, check_eviction
+from model import Transformer, find_checkpoint
+from rollout import generate
+from tasks import TASKS, file_problem, problem, prompt_encoder, read_problems, reward
+from tokenizer import Tokenizer
+
+# ---------------------------------------------------------------------------------------------------------------------
+# configuration: overridden by config files and --key=value; units and sane ranges beside each
+# run
+out_dir = "out"           # folder for log.jsonl, samples.txt, config.json, ckpt.pt, model/
+resume = False            # go on from out_dir/ckpt.pt
+overwrite = False         # throw away the run that out_dir holds
+seed = 0
+device = "auto"           # auto: cuda if there is one; cpu, cuda, cuda:1
+dtype = "auto"            # of the weights that sampler and learner read; auto: bfloat16 on cuda, float32 on cpu
+# model and task
+model = os.path.join(os.path.dirname(os.path.abspath(__file__)), "assets", "model")  # a folder or a hub name
+task = "kv"               # needle, kv, own, hop, sum, or a .jsonl file of problems
+prompt_tokens = 192       # longest prompt in tokens; 64 .. the model's context
+format_bonus = 0.0        # reward for answering with a bare number, right or wrong; 0 .. 0.1
+# rollout
+prompts = 16              # prompts per step; 4 .. 128
+group = 8                 # samples per prompt; 2 .. 64
+max_new_tokens = 5        # longest response in tokens
+temperature = 1.0         # of the sampler, and of every log-prob; above 0
+evict = "snapkv"          # none, snapkv, recent, random
+budget = 40               # prompt keys kept per layer and KV head, window and sinks included, in tokens
+window = 12               # observation window: the last prompt rows, whose attention votes, in tokens; 8 .. 64
+sinks = 2                 # first prompt keys that are never dropped, in tokens; 0 .. 16
+pool = 7                  # width in keys over which SnapKV votes are max-pooled; odd, 1 .. 21
+# learner
+learner = "shadow"        # the policy that GRPO updates: shadow (replays the mask) or dense (ignores it)
+distill = 0.1             # weight of the KL between the two policies; 0 .. 1
+distill_to = "dense"      # which policy learns from the other: dense or shadow
+norm = "sequence"         # loss reduction: sequence (GRPO), token (DAPO), constant (Dr. GRPO)
+clip = 0.2                # lower clip of the ratio
+clip_high = 0.2           # upper clip of the ratio; 0.28 in DAPO
+updates = 1               # optimizer steps per rollout; 1 .. 4
+micro_rows = 16384        # packed rows per forward pass of the learner; lower it if memory runs out
+# optimizer: AdamW on fp32 masters
+steps = 120
+lr = 3e-4
+warmup = 5                # steps of linear warm-up
+beta2 = 0.95
+weight_decay = 0.0
+grad_clip = 1.0           # largest gradient norm
+# evaluation, greedy, on held-out problems, with the dense cache and with the compressed cache
+eval_every = 40           # steps; also before step 0 and at the end
+eval_problems = 64
+eval_batch = 64           # problems decoded at once
+save_every = 40           # steps between checkpoints
+# ---------------------------------------------------------------------------------------------------------------------
+DEFAULTS = {k: v for k, v in globals().items() if isinstance(v, (bool, int, float, str)) and not k.startswith("_")}
+CHOICES = dict(evict=list(EVICT), learner=["shadow", "dense"], distill_to=["dense", "shadow"], norm=["sequence", "token", "constant"],
+               dtype=["auto", "float32", "bfloat16"])
+REFUSED = dict.fromkeys(("top_p", "top_k", "min_p"), "it cuts the support the learner scores, so every ratio would be biased")
+MAY_CHANGE = {"resume", "overwrite", "steps", "eval_every", "eval_problems", "eval_batch", "save_every", "out_dir", "device"}  # on resume
+
+
+def set_key(config, key, value, where):
+    """Override one key, or raise ValueError with the nearest key, the type that was expected, or the choices."""
+    if key in REFUSED:
+        raise ValueError(f"{where}: {key} is not offered: {REFUSED[key]}")
+    if key not in DEFAULTS:
+        near = difflib.get_close_matches(key, DEFAULTS, n=1, cutoff=0.0)[0]
+        raise ValueError(f"{where}: unknown key {key!r}; the nearest is {near!r}")
+    want = type(DEFAULTS[key])
+    if want is float and type(value) is int:
+        value = float(value)
+    if type(value) is not want:
+        raise ValueError(f"{where}: {key} expects {want.__name__}, got {type(value).__name__} {value!r}")
+    if key in CHOICES and value not in CHOICES[key]:
+        raise ValueError(f"{where}: {key} must be one of {', '.join(CHOICES[key])}, got {value!r}")
+    config[key] = value
+
+
+def configure(argv):
+    """Defaults, then each argument in order: a config file (plain assignments), or --key=value. -> namespace of all keys"""
+    config = dict(DEFAULTS)
+    for arg in argv:
+        if arg.startswith("--"):
+            key, eq, text = arg[2:].partition("=")
+            if not eq:
+                raise ValueError(f"{arg}: write --key=value")
+            value = text
+            if type(DEFAULTS.get(key)) is not str:
+                for parse in (int, float, {"True": True, "true": True, "False": False, "false": False}.__getitem__):
+                    try:
+                        value = parse(text)
+                        break
+                    except (ValueError, KeyError):
+                        pass
+            set_key(config, key, value, arg)
+        else:
+            if not os.path.isfile(arg):
+                raise ValueError(f"{arg}: no such config file (options are written --key=value)")
+            scope = {}
+            with open(arg, encoding="utf-8") as f:
+                try:
+                    exec(compile(f.read(), arg, "exec"), scope)
+                except SyntaxError as e:
+                    raise ValueError(f"{arg}, line {e.lineno}: {e.msg}") from None
+            for key, value in scope.items():
+                if not key.startswith("__"):
+                    set_key(config, key, value, arg)
+    c = SimpleNamespace(**config)
+    check_eviction(c.evict, c.budget, c.window, c.sinks, c.pool)
+    for key, ok, say in (("group", c.group >= 2, "at least 2: an advantage compares samples of one prompt"),
+                         ("temperature", c.temperature > 0, "above 0: a greedy group holds one answer G times"),
+                         ("format_bonus", 0 <= c.format_bonus <= 0.1, "between 0 and 0.1"),
+                         ("distill", c.distill >= 0, "at least 0"), ("lr", c.lr > 0, "above 0"),
+                         *((k, getattr(c, k) >= 1, "at least 1") for k in ("prompts", "max_new_tokens", "updates", "micro_rows",
+                           "steps", "eval_every", "eval_problems", "eval_batch", "save_every", "prompt_tokens"))):
+        if not ok:
+            raise ValueError(f"{key} must be {say}, got {getattr(c, key)}")
+    if c.task not in TASKS and not c.task.endswith(".jsonl"):
+        raise ValueError(f"unknown task {c.task!r}: one of {', '.join(TASKS)}, or a .jsonl file")
+    return c
+
+
+class Masters:
+    """fp32 weights that the optimizer owns. The model may hold bf16 copies, read by sampler and learner alike: an update of
+    1e-6 is below bf16's spacing, so it must be summed up here. For an fp32 model the masters are its own parameters."""
+
+    def __init__(self, model, c):
+        self.params = [p for p in model.parameters()]
+        self.masters = [p if p.dtype == torch.float32 else p.detach().float().requires_grad_() for p in self.params]
+        self.optimizer = torch.optim.AdamW(self.masters, lr=c.lr, betas=(0.9, c.beta2), weight_decay=c.weight_decay, fused=True)
+
+    def collect(self):
+        """After each micro-batch's backward: add its gradients to the masters' in fp32."""
+        for p, m in zip(self.params, self.masters):
+            if p is not m and p.grad is not None:
+                m.grad = p.grad.float() if m.grad is None else m.grad.add_(p.grad)
+                p.grad = None
+
+    def step(self, lr, grad_clip):
+        """Clip, update the masters, copy them down. -> gradient norm before clipping"""
+        norm = torch.nn.utils.clip_grad_norm_(self.masters, grad_clip, error_if_nonfinite=True)
+        for group in self.optimizer.param_groups:
+            group["lr"] = lr
+        self.optimizer.step()
+        self.optimizer.zero_grad(set_to_none=True)
+        self.copy_down()
+        return norm.item()
+
+    @torch.no_grad()
+    def copy_down(self):
+        for p, m in zip(self.params, self.masters):
+            if p is not m:
+                p.copy_(m)
+
+    def state(self):
+        return dict(masters=[m.detach() for m in self.masters], optimizer=self.optimizer.state_dict())
+
+    @torch.no_grad()
+    def load(self, state):
+        for m, saved in zip(self.masters, state["masters"], strict=True):
+            m.copy_(saved)
+        self.optimizer.load_state_dict(state["optimizer"])
+        self.copy_down()
+
+
+def save(path, state):
+    """Write a checkpoint so that a crash, a kill or a full disk in the middle leaves the previous one whole."""
+    try:
+        torch.save(state, path + ".tmp")
+        os.replace(path + ".tmp", path)
+    except (OSError, RuntimeError) as e:  # torch reports a full disk as RuntimeError
+        if os.path.exists(path + ".tmp"):
+            os.remove(path + ".tmp")
+        raise OSError(f"could not write {path}: {str(e).splitlines()[0]}; the checkpoint before it is untouched") from None
+
+
+def prepare_out(c):
+    """Make out_dir and check that it can be written and holds no other run; -> the checkpoint to resume from, or None."""
+    held = os.path.exists(os.path.join(c.out_dir, "config.json"))
+    if held and not (c.resume or c.overwrite):
+        raise ValueError(f"out_dir {c.out_dir!r} holds another run: say --resume=True, --overwrite=True, or another --out_dir")
+    ckpt = os.path.join(c.out_dir, "ckpt.pt")
+    state = None
+    if c.resume:
+        if not os.path.exists(ckpt):
+            raise FileNotFoundError(f"resume: {ckpt} does not exist")
+        state = torch.load(ckpt, map_location="cpu", weights_only=True)
+        changed = [k for k in DEFAULTS if k not in MAY_CHANGE and state["config"].get(k) != getattr(c, k)]
+        if changed:
+            k = changed[0]
+            raise ValueError(f"resume: {k} was {state['config'].get(k)!r} in the run that {c.out_dir!r} holds, now it is {getattr(c, k)!r}")
+    elif held:
+        for name in ("ckpt.pt", "log.jsonl", "samples.txt", "config.json"):
+            if os.path.exists(os.path.join(c.out_dir, name)):
+                os.remove(os.path.join(c.out_dir, name))
+    os.makedirs(c.out_dir, exist_ok=True)
+    with open(os.path.join(c.out_dir, "config.json"), "w", encoding="utf-8") as f:
+        json.dump(vars(c), f, indent=2)
+    log = os.path.join(c.out_dir, "log.jsonl")
+    if state and os.path.exists(log):  # lines of steps that will be run again
+        lines = [line for line in open(log, encoding="utf-8") if line.endswith("\n") and json.loads(line)["step"] < state["step"]]
+        with open(log, "w", encoding="utf-8") as f:
+            f.writelines(lines)
+    return state
+
+
+class Problems:
+    """Problem and prompt ids by index, for the configured task."""
+
+    def __init__(self, c, tok):
+        self.c, self.encode = c, prompt_encoder(tok)
+        self.file = None if c.task in TASKS else read_problems(c.task)
+
+    def get(self, split, indices):
+        """-> problems, their prompts as token ids"""
+        c, out = self.c, []
+        for i in indices:
+            out.append(file_problem(self.file, split, c.seed, i) if self.file else
+                       problem(c.task, split, c.seed, i, c.prompt_tokens, self.encode))
+        ids = [self.encode(p.text) for p in out]
+        for i, x in zip(indices, ids):
+            if len(x) > c.prompt_tokens:
+                raise ValueError(f"{split} problem {i} of {c.task} has {len(x)} tokens, more than prompt_tokens={c.prompt_tokens}")
+        return out, ids
+
+
+def evaluate(net, tok, problems, c, evict):
+    """Greedy reward on held-out problems under eviction method `evict`. -> mean reward"""
+    total = 0.0
+    for start in range(0, c.eval_problems, c.eval_batch):
+        say(f"eval ({'dense' if evict == 'none' else evict} cache) {start}/{c.eval_problems}")
+        batch, ids = problems.get("eval", range(start, min(start + c.eval_batch, c.eval_problems)))
+        r = generate(net, ids, 1, c.max_new_tokens, temperature=0.0, evict=evict, budget=c.budget, window=c.window, sinks=c.sinks,
+                     stop_ids=tok.stop_ids, seed=c.seed, pool=c.pool)
+        total += sum(reward(p, tok.decode(r.tokens[i, 0, :r.lengths[i, 0]].tolist())) for i, p in enumerate(batch))
+    say("")
+    return total / c.eval_problems
+
+
+def split_rows(rollout, copies, limit):
+    """Indices of the prompts of each micro-batch: as many groups as fit into `limit` packed rows, at least one."""
+    parts, used = [], 0
+    sizes = [len(p) + copies * n for p, n in zip(rollout.prompts, (rollout.lengths - 1).sum(1).tolist())]
+    for b, size in enumerate(sizes):
+        if not parts or used + size > limit:
+            parts, used = parts + [[]], 0
+        parts[-1].append(b)
+        used += size
+    return parts
+
+
+def learn(net, opt, rollout, adv, c, lr):
+    """`updates` optimizer steps on one rollout. -> numbers for the log"""
+    both = c.distill > 0
+    policies = ("dense", "shadow") if both else (c.learner,)
+    scale = token_scale(rollout.mask, c.norm)  # of the whole batch, so that micro-batches of any size give the same gradient
+    parts, old, log, first = split_rows(rollout, len(policies), c.micro_rows), {}, {}, {}
+    for update in range(c.updates):
+        sums = dict(loss=0.0, kl=0.0, clip_frac=0.0)
+        for i, part in enumerate(parts):
+            say(f"update {update + 1}/{c.updates}, micro-batch {i + 1}/{len(parts)}")
+            r = rollout.select(part)
+            out = replay(net, r, policies, distill_to=c.distill_to if both else None, stats=update == 0)
+            logp = out[c.learner]
+            # first update after a rollout: the ratio is exactly 1 and the loss 0 by construction; its gradient is not
+            loss, stats = policy_loss(logp, old.get(i), adv[part], r.mask, c.clip, c.clip_high, c.norm, scale=scale[part])
+            sums["clip_frac"] += stats["clipped"].item() * r.mask.sum().item() / rollout.mask.sum().item()
+            if both:
+                kl = (scale[part] * out["kl"]).sum()
+                sums["kl"] += kl.item()
+                loss = loss + c.distill * kl
+            sums["loss"] += loss.item()
+            loss.backward()
+            opt.collect()
+            old.setdefault(i, logp.detach())
+            if update == 0:
+                for k, x in dict(gap=(logp.detach() - r.logp_roll).abs(), **{k: out[k] for k in ("accept", "entropy") if k in out}).items():
+                    first.setdefault(k, []).append(x[r.mask])
+        sums["grad_norm"] = opt.step(lr, c.grad_clip)
+        log = log or sums
+    if c.updates > 1:
+        log["clip_frac"] = sums["clip_frac"]  # of the last update: in the first one nothing can be clipped
+    first = {k: torch.cat(x).float() for k, x in first.items()}
+    log.update(gap=first["gap"].mean().item(), gap_max=first["gap"].max().item(), entropy=first["entropy"].mean().item())
+    if "accept" in first:
+        log.update(accept=first["accept"].mean().item(), accept_p05=first["accept"].quantile(0.05).item())
+    return log
+
+
+def say(text, width=70):
+    """What is going on now, on a terminal only; the next line replaces it."""
+    if sys.stderr.isatty():
+        sys.stderr.write("\r" + text[:width].ljust(width) + ("" if text else "\r"))
+        sys.stderr.flush()
+
+
+def setup(argv):
+    """Everything that can be wrong with a request is found here, before any step. -> what the loop needs"""
+    c = configure(argv)
+    if c.device == "auto":
+        c.device = "cuda" if torch.cuda.is_available() else "cpu"
+    if c.device.startswith("cuda") and not torch.cuda.is_available():
+        raise ValueError(f"device={c.device} was asked for, but torch finds no CUDA")
+    if c.dtype == "auto":
+        c.dtype = "bfloat16" if c.device.startswith("cuda") else "float32"
+    folder = find_checkpoint(c.model)
+    tok = Tokenizer(folder)
+    net = Transformer.from_pretrained(folder, device=c.device, dtype=getattr(torch, c.dtype))
+    net.vocab_used = min(len(tok), net.config.vocab_size)
+    if c.prompt_tokens + c.max_new_tokens > net.config.max_pos:
+        raise ValueError(f"prompt_tokens {c.prompt_tokens} + max_new_tokens {c.max_new_tokens} exceed the model's context of {net.config.max_pos}")
+    problems = Problems(c, tok)
+    problems.get("eval", [0])
+    state = prepare_out(c)
+    opt = Masters(net, c)
+    if state:
+        opt.load(state)
+    return c, folder, tok, net, problems, opt, state
+
+
+def main(argv):
+    try:
+        c, folder, tok, net, problems, opt, state = setup(argv)
+    except (ValueError, OSError) as e:
+        sys.exit(f"error: {e}")
+    step0, evals = (state["step"], state["evals"]) if state else (0, [])
+    per_token = net.config.kv_bytes_per_token(net.dtype)
+    print(f"torch {torch.__version__}, {torch.cuda.get_device_name() if c.device.startswith('cuda') else str(torch.get_num_threads()) + ' CPU threads'}, "
+          f"{c.dtype} weights, fp32 masters, attention: {'Triton kernel' if c.device.startswith('cuda') else 'PyTorch reference'}")
+    print(f"{folder}: {net.config.arch}, {sum(p.numel() for p in net.parameters()) / 1e6:.2f}M parameters, {per_token} KV bytes per token; "
+          f"a prompt of {c.prompt_tokens} tokens takes {c.prompt_tokens * per_token:,} bytes dense, "
+          f"{(c.prompt_tokens if c.evict == 'none' else min(c.budget, c.prompt_tokens)) * per_token:,} kept ({c.evict})")
+    print("loss: the policy term is 0 in value, not in gradient, when each rollout is used once (ratio 1, advantages sum to 0)")
+
+    interrupted = []
+
+    def on_interrupt(signum, frame):
+        if interrupted:
+            sys.exit(130)
+        interrupted.append(True)
+        print("\ninterrupt: finishing this step, then saving; once more quits at once", file=sys.stderr)
+
+    signal.signal(signal.SIGINT, on_interrupt)
+    try:
+        loop(c, tok, net, problems, opt, step0, evals, interrupted)
+        if not interrupted:
+            finish(c, folder, net, evals)
+    except OSError as e:
+        sys.exit(f"error: {e}")
+    if interrupted:
+        print(f"saved; go on with --resume=True --out_dir={c.out_dir}")
+        sys.exit(130)
+
+
+def loop(c, tok, net, problems, opt, step0, evals, interrupted):
+    log_path, start = os.path.join(c.out_dir, "log.jsonl"), time.time()
+    step = step0
+    while True:
+        # 0. evaluate on held-out problems, also before the first step and after the last
+        if (step % c.eval_every == 0 or step == c.steps) and not (evals and evals[-1]["step"] == step):
+            dense = evaluate(net, tok, problems, c, "none")
+            evals.append(dict(step=step, eval_dense=dense, eval_compressed=evaluate(net, tok, problems, c, c.evict)))
+            print(f"eval {step:4d} | held-out reward, greedy: compressed cache {evals[-1]['eval_compressed']:.3f}, dense cache {dense:.3f}", flush=True)
+        if step >= c.steps or interrupted:
+            break
+        t0 = time.time()
+        # 1. sample prompts; their index is the position in the data
+        batch, ids = problems.get("train", range(step * c.prompts, (step + 1) * c.prompts))
+        # 2. roll out under the compressed cache
+        say(f"step {step}: rollout")
+        rollout = generate(net, ids, c.group, c.max_new_tokens, c.temperature, c.evict, c.budget, c.window, c.sinks,
+                           stop_ids=tok.stop_ids, seed=c.seed * 1_000_003 + step, pool=c.pool)
+        # 3. reward the decoded text; what was sampled is never encoded again
+        texts = [[tok.decode(rollout.tokens[b, g, :rollout.lengths[b, g]].tolist()) for g in range(c.group)] for b in range(c.prompts)]
+        rewards = torch.tensor([[reward(p, t, c.format_bonus) for t in row] for p, row in zip(batch, texts)], device=net.device)  # (B, G)
+        t1 = time.time()
+        # 4. advantages within each group
+        adv = advantages(rewards, c.norm)  # (B, G)
+        # 5. replay under the logged mask and update
+        log = learn(net, opt, rollout, adv, c, c.lr * min(1.0, (step + 1) / (c.warmup + 1)))
+        t2 = time.time()
+        # 6. log and save
+        log = dict(step=step, reward=rewards.mean().item(), **log, equal=(rewards == rewards[:, :1]).all(1).float().mean().item(),
+                   truncated=1 - rollout.stopped.float().mean().item(), tokens=rollout.lengths.sum().item(), kv_bytes=rollout.kv["kept"],
+                   kv_dense=rollout.kv["dense"], kv_dense_shared=rollout.kv["dense_shared"], rollout_s=t1 - t0, learn_s=t2 - t1,
+                   **(dict(peak_gb=torch.cuda.max_memory_allocated() / 1e9) if c.device.startswith("cuda") else {}),
+                   **(evals[-1] if evals and evals[-1]["step"] == step else {}))
+        with open(log_path, "a", encoding="utf-8") as f:
+            f.write(json.dumps(log) + "\n")
+        accept = f"{log['accept']:.3f} p05 {log['accept_p05']:.3f}" if "accept" in log else "-"
+        eta = (time.time() - start) / (step + 1 - step0) * (c.steps - step - 1) / 60
+        print(f"step {step:4d} | reward {log['reward']:.3f} | loss {log['loss']:+.4f} kl {log['kl']:.4f} | gap {log['gap']:.1e} max {log['gap_max']:.1e} | "
+              f"accept {accept} | ent {log['entropy']:.2f} | clip {log['clip_frac']:.2f} trunc {log['truncated']:.2f} equal {log['equal']:.2f} | "
+              f"grad {log['grad_norm']:.2f} | {log['rollout_s']:.1f}+{log['learn_s']:.1f} s | eta {eta:.1f} min", flush=True)
+        if step % c.save_every == 0:
+            with open(os.path.join(c.out_dir, "samples.txt"), "a", encoding="utf-8") as f:
+                f.write("".join(f"--- step {step}\n{batch[0].text}\n>>> {texts[0][g]!r} (answer {batch[0].answer}) reward {rewards[0, g].item():.2f}\n" for g in (0, 1)))
+        step += 1
+        if step % c.save_every == 0 or step == c.steps or interrupted:
+            save(os.path.join(c.out_dir, "ckpt.pt"), dict(opt.state(), step=step, evals=evals, config=vars(c), kv=rollout.kv))
+
+
+def finish(c, folder, net, evals):
+    """Save the model in Hugging Face format with its tokenizer and say what was reached."""
+    target = os.path.join(c.out_dir, "model")
+    net.save_pretrained(target)
+    for name in os.listdir(folder):
+        if name != "config.json" and not name.endswith((".safetensors", ".safetensors.index.json")) and os.path.isfile(os.path.join(folder, name)):
+            shutil.copy(os.path.join(folder, name), target)
+    kv = torch.load(os.path.join(c.out_dir, "ckpt.pt"), map_location="cpu", weights_only=True)["kv"]
+    print(f"model saved to {target}")
+    print(f"KV cache of a rollout: {kv['kept']:,} bytes kept, {kv['dense']:,} dense (1/{kv['dense'] / kv['kept']:.1f}), "
+          f"{kv['dense_shared']:,} dense with each prompt shared by its group (1/{kv['dense_shared'] / kv['kept']:.1f})")
+    print(f"held-out reward with the compressed cache: {evals[0]['eval_compressed']:.3f} -> {evals[-1]['eval_compressed']:.3f} "
+          f"(dense cache {evals[0]['eval_dense']:.3f} -> {evals[-1]['eval_dense']:.3f})")
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
