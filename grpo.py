@@ -1,0 +1,228 @@
+"""
+Group-relative policy optimisation as pure functions, and `replay`, which scores a rollout with the learner.
+
+The idea. G responses to one prompt are each other's baseline:
+
+    A_g = (reward_g - mean) / (std + 1e-4)                                   advantages; "constant" leaves out the division
+    r_t = exp(logp_t - logp_old_t)                                           per-token ratio to the policy before the update
+    L   = sum_t scale_t w_t * -min(r_t A, clip(r_t, 1 - clip, 1 + clip_high) A)
+
+`scale` is the reduction by name, `w` corrects for a sampler that was not the learner: with a dense learner and an evicting
+sampler it is what the baselines live on; with replay both are one policy and it is not used. On the first update after a
+rollout r is exactly 1 and the loss is about 0 by construction, its gradient is not.
+
+`replay` packs each group once, runs one forward under the key lifetimes that the rollout logged, and returns the log-probs
+of the dense and of the shadow policy. Head, log-softmax and the KL between the two (over the whole vocabulary, so no
+estimator is needed) are computed in chunks of rows, again in the backward pass: rows x vocabulary never exists.
+
+Left out on purpose: reward models, entropy bonus, a dual clip, sequence-level ratios (GSPO), top-p and top-k.
+Departures: Sparse-RL takes rejected tokens out of the loss's denominator too; here they weigh 0 and stay in it, so that a
+reduction means one thing for all methods.
+
+References: GRPO 2402.03300, PPO's clip 1707.06347, DAPO (token mean, clip-higher) 2503.14476, Dr. GRPO ("constant")
+2503.20783, Shadow Mask Distillation 2605.06850, Sparse-RL 2601.10079, acceptance 2606.08446, reference KL with the ratio
+factor 2512.02556, estimator k3: joschu.net/blog/kl-approx.html. All numbers but the last are arXiv's.
+"""
+from functools import partial
+
+import torch
+from torch.autograd.function import once_differentiable
+
+from model import matmul32, widen
+from rollout import pack
+from shadow_attn import shadow_attention
+
+NORMS = ("sequence", "token", "constant")
+LOGIT_BYTES = 64 * 2**20  # fp32 logits of one chunk, all policies together; about six tensors of this size live at once
+
+
+def advantages(rewards, norm="sequence"):
+    """rewards (B, G) -> advantages (B, G): reward minus the group's mean, over (std + 1e-4) unless norm is "constant".
+
+    The standard deviation is the unbiased one (G - 1), as in TRL and verl. Computed in fp64: equal fp32 rewards give
+    exactly 0, where fp32 leaves a residue that division by a tiny std would blow up. Raises ValueError for an unknown
+    norm, another shape, rewards that are not finite, and G < 2: a response has no baseline in itself."""
+    check_norm(norm)
+    if rewards.dim() != 2 or rewards.shape[1] < 2:
+        raise ValueError(f"rewards must be (prompts, samples) with at least 2 samples a prompt, got {tuple(rewards.shape)}")
+    x = rewards.double()
+    if not x.isfinite().all():
+        raise ValueError(f"{int((~x.isfinite()).sum())} of {x.numel()} rewards are not finite")
+    adv = x - x.mean(1, keepdim=True)
+    if norm != "constant":
+        adv = adv / (x.std(1, keepdim=True) + 1e-4)
+    return adv.to(rewards.dtype if rewards.is_floating_point() else torch.float32)
+
+
+def check_norm(norm):
+    if norm not in NORMS:
+        raise ValueError(f"unknown norm {norm!r}: one of {', '.join(NORMS)}")
+
+
+def token_scale(mask, norm="sequence"):
+    """Weights (B, G, R) fp32 by which per-token losses are summed; 0 where mask (B, G, R) bool is False.
+
+    "sequence": mean over a response's tokens, then over responses (GRPO). "token": mean over all tokens (DAPO).
+    "constant": sum over B x G x R (Dr. GRPO), R being the number of columns, so it must not be trimmed to the longest
+    response. Micro-batches take slices of the whole batch's scale: gradients then add up to those of the whole batch."""
+    check_norm(norm)
+    weight = mask.float()
+    if norm == "sequence":
+        return weight / weight.sum(-1, keepdim=True).clamp(min=1) / (mask.numel() / mask.shape[-1])
+    return weight / (weight.sum().clamp(min=1) if norm == "token" else mask.numel())
+
+
+def log_ratio(mask, logp, logp_old):
+    """logp - logp_old, 0 where mask is False whatever stands there (NaN too), within +-20 so that exp stays finite."""
+    return (torch.where(mask, logp, 0.0) - torch.where(mask, logp_old, 0.0)).clamp(-20, 20)
+
+
+def policy_loss(logp, logp_old, adv, mask, clip=0.2, clip_high=None, norm="sequence", weight=None, scale=None):
+    """Clipped surrogate. logp, logp_old, weight (B, G, R), adv (B, G), mask (B, G, R) bool -> loss (), stats.
+
+    logp_old None: first update after a rollout, the ratio is exp(logp - logp.detach()), exactly 1. Later updates pass the
+    learner's own log-probs recorded before the first one. clip, clip_high (None: as clip): the ratio earns nothing beyond
+    1 - clip and 1 + clip_high. weight: per-token correction, detached here. scale: a slice of the whole batch's
+    `token_scale` when this is a micro-batch; it replaces norm. What stands past the mask has no influence, NaN included.
+    stats, detached (): clipped (fraction of tokens whose gradient the clip cut), ratio and ratio_max, kl_old (k3 estimate
+    of KL(old || new)), all over the mask. Raises ValueError for shapes that would broadcast and an unknown norm."""
+    shapes = {k: x.shape for k, x in dict(mask=mask, logp_old=logp_old, weight=weight, scale=scale).items() if x is not None}
+    wrong = [f"{k} is {tuple(x)}" for k, x in shapes.items() if x != logp.shape]
+    wrong += [f"adv is {tuple(adv.shape)}"] * (adv.shape != logp.shape[:-1]) + [f"mask is {mask.dtype}"] * (mask.dtype != torch.bool)
+    if wrong:
+        raise ValueError(f"logp is {tuple(logp.shape)} and {', '.join(wrong)}")
+    scale = token_scale(mask, norm) if scale is None else scale
+    d = log_ratio(mask, logp, (logp if logp_old is None else logp_old).detach())  # (B, G, R)
+    ratio, adv, high = d.exp(), adv.detach()[..., None], clip if clip_high is None else clip_high
+    loss = -torch.minimum(ratio * adv, ratio.clamp(1 - clip, 1 + high) * adv)  # (B, G, R)
+    if weight is not None:
+        loss = loss * torch.where(mask, weight, 0.0).detach()
+    with torch.no_grad():
+        n = mask.sum().clamp(min=1)
+        clipped = ((adv > 0) & (ratio > 1 + high)) | ((adv < 0) & (ratio < 1 - clip))
+        stats = dict(clipped=(clipped & mask).sum() / n, ratio=torch.where(mask, ratio, 0.0).sum() / n,
+                     ratio_max=torch.where(mask, ratio, 0.0).max(), kl_old=(ratio - 1 - d).sum() / n)
+    return (scale * loss).sum(), stats
+
+
+def correction(name, logp_old, logp_roll, mask):
+    """Per-token weights (B, G, R) for a sampler that was not the learner, from w = exp(logp_old - logp_roll); 0 past mask.
+
+    logp_old: the learner before its update, so that the weight does not move with it. name: "tis" min(w, 2); "mis" w
+    within [0.5, 2], else 0; "sparse_rl" (2601.10079) min(w, 1.5) over its mean over the tokens given, then 0 for w outside
+    [0.5, 1.5] and for whole responses with any w < 1e-4. That mean is why the log-probs must be the whole batch's.
+    Raises ValueError for an unknown name."""
+    w = log_ratio(mask, logp_old.detach(), logp_roll).exp() * mask  # (B, G, R)
+    if name == "tis":
+        return w.clamp(max=2)
+    if name == "mis":
+        return w * ((w >= 0.5) & (w <= 2))
+    if name == "sparse_rl":
+        capped = w.clamp(max=1.5)
+        sound = ~((w < 1e-4) & mask).any(-1, keepdim=True)  # (B, G, 1)
+        return capped / (capped.sum() / mask.sum().clamp(min=1)) * ((w >= 0.5) & (w <= 1.5) & sound)
+    raise ValueError(f"unknown correction {name!r}: one of tis, mis, sparse_rl")
+
+
+def reference_kl(logp, logp_ref, mask, logp_old=None):
+    """KL(policy || reference) on sampled tokens, (B, G, R), 0 past mask: ratio * k3, k3 = e^d - d - 1, d = logp_ref - logp.
+
+    The ratio to the sampling policy (None: exactly 1, as in policy_loss) carries the half of the gradient that
+    differentiating k3 alone loses: without it the expected gradient is that of KL(reference || policy)."""
+    d = log_ratio(mask, logp_ref.detach(), logp)
+    ratio = log_ratio(mask, logp, (logp if logp_old is None else logp_old).detach()).exp()
+    return ratio * (d.exp() - d - 1)
+
+
+def kl_rows(student_logp, teacher_logp):
+    """KL(student || teacher) of each row, (n,), from log-probs (n, V) over the whole vocabulary."""
+    return (student_logp.exp() * (student_logp - teacher_logp)).sum(-1)
+
+
+def distill_kl(student_logits, teacher_logits, mask):
+    """Mean over masked rows of KL(student || teacher), teacher detached; 0 if no row is masked. logits (n, V), mask (n,) bool.
+
+    Rows outside the mask are never computed with, so what stands there cannot leak."""
+    student = widen(student_logits[mask]).log_softmax(-1)  # (rows, V)
+    teacher = widen(teacher_logits[mask]).detach().log_softmax(-1)
+    return kl_rows(student, teacher).sum() / max(1, len(student))
+
+
+class HeadRows(torch.autograd.Function):
+    """fn([hidden_i @ weight.T (n, V)], targets (n,)) -> (k, n), for any n without ever holding (n, V).
+
+    Rows are processed in chunks of LOGIT_BYTES of logits, without a graph in the forward pass; the backward pass runs fn on
+    each chunk again, with one. weight (V, C), hidden_i (n, C). The weight's gradient is summed over chunks in fp32 and cast
+    once: a bf16 sum would swallow the later chunks. If fn returns fewer rows with gradients enabled, the missing ones at
+    the end are taken as constants."""
+
+    @staticmethod
+    def chunks(weight, hidden):
+        step = max(1, LOGIT_BYTES // (widen(weight[:0]).element_size() * len(weight) * len(hidden)))
+        return [slice(i, i + step) for i in range(0, len(hidden[0]), step)]
+
+    @staticmethod
+    def forward(ctx, fn, targets, weight, *hidden):
+        ctx.fn = fn
+        ctx.save_for_backward(targets, weight, *hidden)
+        return torch.cat([fn([matmul32(h[rows], weight.t()) for h in hidden], targets[rows])
+                          for rows in HeadRows.chunks(weight, hidden)], dim=1)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, grad):
+        targets, weight, *hidden = ctx.saved_tensors
+        d_hidden = [torch.empty_like(h) for h in hidden]
+        d_weight = torch.zeros_like(weight, dtype=grad.dtype)  # (V, C) fp32
+        for rows in HeadRows.chunks(weight, hidden):
+            logits = [matmul32(h[rows], weight.t()).requires_grad_() for h in hidden]  # (chunk, V) each
+            with torch.enable_grad():
+                out = ctx.fn(logits, targets[rows])
+            for h, d_h, d in zip(hidden, d_hidden, torch.autograd.grad(out, logits, grad[:len(out), rows])):
+                d = d.to(weight.dtype)  # (chunk, V)
+                d_h[rows] = d @ weight
+                d_weight += matmul32(d.t(), h[rows])
+        return None, None, d_weight.to(weight.dtype), *d_hidden
+
+
+def score(logits, targets, temperature, student, stats):
+    """Rows that replay returns, (k, n), from logits (n, V) per policy: log-probs of targets (n,), KL(student || other), stats."""
+    logp = [(x / temperature).log_softmax(-1) for x in logits]
+    out = [x.gather(-1, targets[:, None])[:, 0] for x in logp]
+    if student is not None:
+        out.append(kl_rows(logp[student], logp[1 - student].detach()))
+    if stats and not torch.is_grad_enabled():  # numbers to print: the backward pass need not compute them again
+        out.append(-(logp[0].exp() * logp[0]).sum(-1))
+        if len(logp) == 2:
+            out.append(torch.minimum(*logp).exp().sum(-1))
+    return torch.stack(out)
+
+
+def replay(model, rollout, policies=("dense", "shadow"), distill_to=None, stats=False):
+    """Score the rollout's tokens with the learner, under every policy asked for, in one packed forward pass.
+
+    -> dict of (B, G, R), fp32, at the rollout's temperature (0, greedy, scores at 1, as the sampler does), 0 past each length:
+    the log-probs of each policy by its name, with gradients; "kl" = KL(student || teacher) per token over the vocabulary,
+    teacher detached, where distill_to names the student and the other policy teaches; with stats, and without gradients,
+    "entropy" of the first policy and, of two, "accept" = sum over the vocabulary of min(p_dense, p_shadow).
+    Raises ValueError for unknown policies, a student without a teacher, and a log that does not fit the model."""
+    policies = tuple(policies)
+    if not policies or len(set(policies)) < len(policies) or not set(policies) <= {"dense", "shadow"}:
+        raise ValueError(f"policies are 'dense' and 'shadow', each at most once, got {policies}")
+    if distill_to is not None and (len(policies) < 2 or distill_to not in policies):
+        raise ValueError(f"distill_to={distill_to!r} needs both policies and one of their names, got {policies}")
+    packed, mask, c = pack(rollout, policies), rollout.mask, model.config
+    need = (c.n_layer, c.n_kv_head, len(packed.ids))
+    if packed.until.shape != need:
+        raise ValueError(f"the log holds lifetimes {tuple(packed.until.shape)}, the model needs {need}: (layers, kv heads, rows)")
+    rows = [packed.rows[p][mask] for p in policies]  # (n,) each: only rows that predict a response token meet the head
+    if len(rows[0]) == 0 or min(int(r.min()) for r in rows) < 0:
+        raise ValueError("the rollout holds no response token, or one that no packed row predicts")
+    hidden = model(packed.ids, packed.pos, lambda layer, q, k, v: shadow_attention(q, k, v, packed.until[layer]))  # (N, C)
+    student = policies.index(distill_to) if distill_to else None
+    fn = partial(score, temperature=rollout.temperature or 1.0, student=student, stats=stats)
+    # indexing, not index_select: the prompt's last row is gathered once per response; this sums its gradients in a fixed order
+    out = HeadRows.apply(fn, rollout.tokens[mask], model.head, *(hidden[r] for r in rows))  # (k, n)
+    names = [*policies, *(["kl"] if distill_to else []), *(["entropy", "accept"][:len(policies)] if stats else [])]
+    grid = lambda name, x: x.new_zeros(mask.shape).masked_scatter(mask, x.detach() if name in ("entropy", "accept") else x)
+    return {name: grid(name, x) for name, x in zip(names, out)}
