@@ -1,0 +1,282 @@
+"""
+Long-prompt tasks with answers that can be checked exactly, in the style of RULER (arXiv 2404.06654), and problems from a file.
+
+The idea. A task is one small function of a random generator that says what the prompt is made of: the facts that matter, an
+endless or finite supply of sentences to bury them in, the question, and the answer. `problem` lays these out: it draws one
+depth per fact, adds as many sentences as fit into `tokens`, and puts the question on the last line. Everything follows from
+(task, split, seed, index), so the position in the data is one integer and training never sees a held-out problem.
+
+A prompt has at most `tokens` tokens as `encode` counts them (chat template included) and one sentence more would not fit, so
+it falls short by less than one sentence: 8 tokens on average, at most about 20. kv stops where its keys run out.
+
+Left out on purpose: RULER's essays (a download), its multi-answer variants (no partial credit in the reward), word counting.
+"""
+import json
+import math
+import random
+import re
+from dataclasses import dataclass
+from decimal import Decimal
+from functools import lru_cache
+
+THINGS = """anchor apple arrow badge ball banner barrel basket bell blanket boat bottle bowl box bridge broom brush bucket button
+cabin camera candle carpet castle chain chair clock coat coin comb compass cup curtain desk diamond dish doll door drum engine
+fan feather fence flag flute fork fountain garden gate glove guitar hammer hat helmet hook horn jar jewel kettle key kite knife
+ladder lamp lantern leaf lemon letter lock magnet map mask mirror mug nail necklace needle net onion orange oven paddle paint
+pearl pencil piano pillow pin pipe plate pump quilt radio ribbon ring robe rope ruler saddle scarf shell shield shoe shovel
+spoon statue stone stool table tent tower towel train trumpet umbrella vase violin wagon watch wheel whistle window""".split()
+KINDS = """amber ancient black blue bright bronze brown broken copper crystal dusty empty fancy frozen golden green heavy hidden
+hollow iron ivory little noisy painted pale purple quiet red rusty silver tiny wooden yellow""".split()
+PLACES = """attic bakery barn beach cafe canal cave cellar chapel church factory farm field forest harbor hill hotel house island
+kitchen lake library market meadow mill museum orchard palace park pond port river school shop square stable station street
+temple valley village workshop""".split()
+NAMES = """Adam Alice Anna Ben Carla David Emma Eric Fiona Frank Grace Helen Henry Iris Jack Julia Karl Laura Leo Maria Martin
+Nina Oscar Paul Rosa Sara Simon Tom Victor Wendy""".split()
+FILLER = """The road to the {place} was quiet this morning.
+A {kind} cloud passed slowly over the {place}.
+{name} walked past the {place} and said nothing.
+Nobody at the {place} remembered the storm.
+It rained on the {place} until the evening.
+{name} told {other} a long story about the {place}.
+The dogs near the {place} slept in the sun.
+Some people say the {place} is older than the town.
+{name} likes warm bread and cold milk.
+The wind carried leaves across the {place}.
+Two birds sat on the roof of the {place}.
+In the spring the {place} is full of flowers.
+{name} and {other} met at the {place} after lunch.
+The {kind} wall behind the {place} needs paint.
+Every child in the {place} knew the old song.
+Snow fell early that year and the {place} was closed.
+{name} read the news and went back to sleep.
+The light in the {place} stayed on all night.
+A letter for {name} arrived at the {place} too late.
+The grass around the {place} has grown tall.
+{name} wanted to leave, but {other} wanted to stay.
+The path from the {place} leads down to the water.
+There was music in the {place} on most days.
+Fresh fish was sold in front of the {place}.
+{name} never found out who had painted the {place}.
+The {kind} horse stood still beside the {place}.
+On Sunday the {place} was busy and loud.
+{other} asked {name} for the way to the {place}.
+The bus stops near the {place} twice each day.
+From the {place} you can see the {kind} mountains.
+{name} counted the stars above the {place}.
+The winter was mild and the {place} stayed open.""".split("\n")
+
+
+@dataclass(frozen=True)
+class Problem:
+    task: str    # a key of TASKS, or "file"
+    text: str    # what the user asks: facts and filler, then the question on the last line
+    answer: str
+
+
+def filler(rng):
+    """Endless plain sentences without digits. Templates come in shuffled rounds, so a sentence never follows itself."""
+    while True:
+        for line in rng.sample(FILLER, len(FILLER)):
+            name, other = rng.sample(NAMES, 2)
+            yield line.format(place=rng.choice(PLACES), kind=rng.choice(KINDS), name=name, other=other)
+
+
+def codes(rng, n):
+    """n different four-digit numbers as text."""
+    return [str(c) for c in rng.sample(range(1000, 10000), n)]
+
+
+# ---- the tasks: rng -> facts to hide (their order is drawn later), supply of other sentences, question, answer
+
+def needle(rng):
+    thing, (code,) = rng.choice(THINGS), codes(rng, 1)
+    return [f"The special number for {thing} is {code}."], filler(rng), f"What is the special number for {thing}?", code
+
+
+def kv(rng):
+    # one-word keys first, so that a short prompt has no others; 1,460 keys last for about 14,000 tokens
+    keys, pairs = rng.sample(THINGS, len(THINGS)), [f"{kind} {place}" for kind in KINDS for place in PLACES]
+    keys += rng.sample(pairs, len(pairs))
+    facts = [f"The code for {key} is {code}." for key, code in zip(keys, codes(rng, len(keys)))]
+    return facts[:1], iter(facts[1:]), f"What is the code for {keys[0]}?", facts[0][-5:-1]
+
+
+def own(rng):
+    # the second pair is a distractor: without it the only number in the text would be the answer
+    (a, b), (x, y), (code, wrong) = rng.sample(NAMES, 2), rng.sample(THINGS, 2), codes(rng, 2)
+    facts = [f"{a} owns the {x}.", f"{b} owns the {y}.", f"The code of the {x} is {code}.", f"The code of the {y} is {wrong}."]
+    return facts, filler(rng), f"What is the code of the thing that {a} owns?", code
+
+
+def hop(rng):
+    (a, b, c, d), (code, wrong) = rng.sample(range(1, 100), 4), codes(rng, 2)
+    facts = [f"X{b} = {code}.", f"X{a} = X{b}.", f"X{d} = {wrong}.", f"X{c} = X{d}."]
+    return facts, filler(rng), f"What is the value of X{a}?", code
+
+
+def sum_(rng):
+    (x, y, z), (p, q, r) = rng.sample(THINGS, 3), rng.sample(range(10, 100), 3)
+    facts = [f"The {thing} costs {price} coins." for thing, price in ((x, p), (y, q), (z, r))]
+    return facts, filler(rng), f"How many coins do the {x} and the {y} cost together?", str(p + q)
+
+
+def problem(task, split, seed, index, tokens, encode):
+    """Problem number `index` of a task: a pure function of its arguments.
+
+    split: "train" or "eval", two streams with nothing in common; tokens: longest prompt in tokens;
+    encode: text -> ids of the whole prompt (see `prompt_encoder`). ValueError if a name is unknown or `tokens` too few."""
+    if task not in TASKS:
+        raise ValueError(f"unknown task {task!r}: one of {', '.join(TASKS)}, or a .jsonl file read by read_problems")
+    check_split(split)
+    rng = random.Random(f"{task}/{split}/{seed}/{index}")  # a string is hashed with sha512: the same on every machine
+    facts, supply, question, answer = TASKS[task][0](rng)
+    depths = sorted((rng.random(), fact) for fact in facts)  # drawn before any filler, so they do not depend on the length
+    body = []  # sentences drawn from the supply so far
+
+    def build(n):  # the prompt with n sentences around the facts; longer prompts extend shorter ones
+        while len(body) < n:
+            body.append(next(supply))
+        parts, done = [], 0
+        for depth, fact in depths:
+            at = int(depth * (n + 1))
+            parts += body[done:at] + [fact]
+            done = at
+        return " ".join(parts + body[done:n]) + f"\n{question} Answer with the number only."
+
+    n = fit(lambda n: len(encode(build(n))), tokens, f"task {task}")
+    return Problem(task, build(n), answer)
+
+
+def fit(size, tokens, what):
+    """The largest n with size(n) <= tokens, for a size that grows about linearly: a handful of calls. StopIteration out of
+    `size` means that n is more than there is."""
+    low, used = 0, size(0)
+    if used > tokens:
+        raise ValueError(f"{what} needs at least {used} tokens, got tokens={tokens}")
+    high, slope = math.inf, 10.0  # high: the smallest n known not to fit
+    while high - low > 1:
+        n = min(low + max(1, int((tokens - used) / slope)), high - 1)
+        try:
+            s = size(n)
+        except StopIteration:
+            s = math.inf
+        if s <= tokens:
+            slope = max(1.0, (s - used) / (n - low))
+            low, used = n, s
+        else:
+            high = n
+            slope *= 1.5  # shorter steps, or a step that overshoots could repeat down to high one by one
+    return low
+
+
+def prompt_encoder(tok):
+    """-> encode(text): ids of the whole prompt. With a chat template one user message; without, text + "\\nAnswer:", which
+    the model goes on with " 4817" and its stop token."""
+    if tok.has_chat:
+        return lambda text: tok.chat([{"role": "user", "content": text}], add_generation_prompt=True)
+    return lambda text: tok.encode(text + "\nAnswer:")
+
+
+def check_split(split):
+    if split not in ("train", "eval"):
+        raise ValueError(f"split must be 'train' or 'eval', got {split!r}")
+
+
+# ---- problems from a file
+
+@lru_cache
+def read_problems(path):
+    """A .jsonl file with {"prompt" or "question", "answer"} on each line -> tuple of Problems. Of a GSM8K answer
+    ("... #### 42") only what follows the last #### counts. ValueError names the line that is wrong."""
+    problems = []
+    with open(path, encoding="utf-8") as f:
+        for i, line in enumerate(f, 1):
+            if not line.strip():
+                continue
+            try:
+                row = json.loads(line)
+            except ValueError:
+                raise ValueError(f"{path}:{i} is not JSON") from None
+            text = row.get("prompt", row.get("question")) if isinstance(row, dict) else None
+            answer = str(row["answer"]).split("####")[-1].strip() if text is not None and "answer" in row else ""
+            if not isinstance(text, str) or not text.strip() or not answer:
+                raise ValueError(f'{path}:{i} needs a non-empty "prompt" (or "question") and "answer"')
+            problems.append(Problem("file", text, answer))
+    return tuple(problems)
+
+
+def file_problem(problems, split, seed, index, hold_out=10):
+    """Problem `index` of a file: every `hold_out`-th line is held out for "eval" (in file order), the others are reshuffled
+    for every pass over them. Wraps around at the end."""
+    check_split(split)
+    if len(problems) < hold_out:
+        raise ValueError(f"{len(problems)} problems are too few: every {hold_out}th is held out")
+    if split == "eval":
+        pool = range(0, len(problems), hold_out)
+        return problems[pool[index % len(pool)]]
+    pool = [i for i in range(len(problems)) if i % hold_out]
+    lap, at = divmod(index, len(pool))
+    return problems[random.Random(f"file/{seed}/{lap}").sample(pool, len(pool))[at]]
+
+
+# ---- rewards: a rule maps (text, gold answer) to True or False
+
+# no digits of a name (X7); a comma only before groups of three; a minus is a sign unless something stands right before it
+NUMBER = re.compile(r"(?:(?<![\w)\]])[-−])?[$€£]?(?<![A-Za-z_\d])(?<!\d\.)(?:\d{1,3}(?:,\d{3})+(?!\d)|\d+)(?:\.\d+)?", re.ASCII)
+HEDGE = re.compile(r"[\s,;/|&*()\-–−]*(?:or|and|maybe|either)?[\s,;/|&*()\-–−]*")  # what stands between "41 or 42"
+
+
+def numbers(text):
+    """Every number in the text -> list of (value, start, end); "-$1,234.50" is one."""
+    return [(Decimal(re.sub("[,$€£]", "", m[0]).replace("−", "-")), *m.span()) for m in NUMBER.finditer(text)]
+
+
+def exact(text, gold):
+    """Same words, whatever the case, spacing and outer punctuation."""
+    clean = lambda s: " ".join(s.casefold().split()).strip(" .,:;!?\"'`*()[]")
+    return clean(text) == clean(gold) != ""
+
+
+def only_number(text, gold):
+    """The gold number occurs and no other number does: "4817 or 9999" is no answer."""
+    want, got = numbers(gold), {value for value, _, _ in numbers(text)}
+    return len(want) == 1 and got == {want[0][0]}
+
+
+def last_number(text, gold):
+    """The last number is the gold one, and the number before it is not offered as an alternative ("41 or 42")."""
+    want, got = numbers(gold), numbers(text)
+    if len(want) != 1 or not got or got[-1][0] != want[0][0]:
+        return False
+    return len(got) == 1 or got[-2][0] == got[-1][0] or not HEDGE.fullmatch(text[got[-2][2]:got[-1][1]].casefold())
+
+
+def reward(problem, text, format_bonus=0.0):
+    """1.0 if the response text answers the problem, else 0.0; with `format_bonus` (at most 0.1) added when the text is a bare
+    number and nothing else. Empty text, or a gold answer that its rule cannot read, earns 0. Problems from a file are judged by
+    their last number if the gold answer is one number, else by their words."""
+    if not 0 <= format_bonus <= 0.1:
+        raise ValueError(f"format_bonus must be between 0 and 0.1, got {format_bonus}")
+    text = re.sub(r"<\|[^<>|]*\|>", " ", text).strip()  # stop and chat tokens that a caller may have decoded too
+    if problem.task in TASKS:
+        rule = TASKS[problem.task][1]
+    else:
+        rule = last_number if NUMBER.fullmatch(problem.answer.strip(" $.%")) else exact
+    bare = bool(NUMBER.fullmatch(text.strip(" .")))
+    return float(bool(text) and rule(text, problem.answer)) + format_bonus * bare
+
+
+TASKS = {
+    "needle": (needle, only_number),
+    "kv": (kv, only_number),
+    "own": (own, only_number),
+    "hop": (hop, only_number),
+    "sum": (sum_, last_number),
+}
+
+
+if __name__ == "__main__":
+    words = lambda text: text.split()  # a stand-in for a tokenizer: one token per word
+    for name in TASKS:
+        p = problem(name, "train", 0, 0, 100, words)
+        print(f"[{name}] {len(words(p.text))} words\n{p.text}\n-> {p.answer}\n")
