@@ -9,7 +9,7 @@ The idea. G responses to one prompt are each other's baseline:
 
 `scale` is the reduction by name, `w` corrects for a sampler that was not the learner: with a dense learner and an evicting
 sampler it is what the baselines live on; with replay both are one policy and it is not used. On the first update after a
-rollout r is exactly 1 and the loss is about 0 by construction, its gradient is not.
+rollout r is exactly 1, so the loss is 0 by construction ("sequence"; the others leave the spread of lengths), its gradient not.
 
 `replay` packs each group once, runs one forward under the key lifetimes that the rollout logged, and returns the log-probs
 of the dense and of the shadow policy. Head, log-softmax and the KL between the two (over the whole vocabulary, so no
@@ -33,7 +33,7 @@ from rollout import pack
 from shadow_attn import shadow_attention
 
 NORMS = ("sequence", "token", "constant")
-LOGIT_BYTES = 64 * 2**20  # fp32 logits of one chunk, all policies together; about six tensors of this size live at once
+LOGIT_BYTES = 64 * 2**20  # fp32 logits of one chunk, all policies together; five tensors of this size live at once (measured 5.3)
 
 
 def advantages(rewards, norm="sequence"):
@@ -84,13 +84,15 @@ def policy_loss(logp, logp_old, adv, mask, clip=0.2, clip_high=None, norm="seque
     learner's own log-probs recorded before the first one. clip, clip_high (None: as clip): the ratio earns nothing beyond
     1 - clip and 1 + clip_high. weight: per-token correction, detached here. scale: a slice of the whole batch's
     `token_scale` when this is a micro-batch; it replaces norm. What stands past the mask has no influence, NaN included.
-    stats, detached (): clipped (fraction of tokens whose gradient the clip cut), ratio and ratio_max, kl_old (k3 estimate
-    of KL(old || new)), all over the mask. Raises ValueError for shapes that would broadcast and an unknown norm."""
-    shapes = {k: x.shape for k, x in dict(mask=mask, logp_old=logp_old, weight=weight, scale=scale).items() if x is not None}
-    wrong = [f"{k} is {tuple(x)}" for k, x in shapes.items() if x != logp.shape]
-    wrong += [f"adv is {tuple(adv.shape)}"] * (adv.shape != logp.shape[:-1]) + [f"mask is {mask.dtype}"] * (mask.dtype != torch.bool)
-    if wrong:
-        raise ValueError(f"logp is {tuple(logp.shape)} and {', '.join(wrong)}")
+    stats, detached (): means over the mask of clipped (tokens whose gradient the clip cut), ratio, and kl_old (k3 estimate of
+    KL(old || new)). Raises ValueError for shapes that would broadcast and an unknown norm."""
+    check_norm(norm)
+    for name, x, shape in (("mask", mask, logp.shape), ("logp_old", logp_old, logp.shape), ("weight", weight, logp.shape),
+                           ("scale", scale, logp.shape), ("adv", adv, logp.shape[:-1])):
+        if x is not None and x.shape != shape:  # most would broadcast
+            raise ValueError(f"{name} has shape {tuple(x.shape)}, log-probs of {tuple(logp.shape)} need {tuple(shape)}")
+    if mask.dtype != torch.bool:
+        raise ValueError(f"mask must be bool, got {mask.dtype}")
     scale = token_scale(mask, norm) if scale is None else scale
     d = log_ratio(mask, logp, (logp if logp_old is None else logp_old).detach())  # (B, G, R)
     ratio, adv, high = d.exp(), adv.detach()[..., None], clip if clip_high is None else clip_high
@@ -100,8 +102,7 @@ def policy_loss(logp, logp_old, adv, mask, clip=0.2, clip_high=None, norm="seque
     with torch.no_grad():
         n = mask.sum().clamp(min=1)
         clipped = ((adv > 0) & (ratio > 1 + high)) | ((adv < 0) & (ratio < 1 - clip))
-        stats = dict(clipped=(clipped & mask).sum() / n, ratio=torch.where(mask, ratio, 0.0).sum() / n,
-                     ratio_max=torch.where(mask, ratio, 0.0).max(), kl_old=(ratio - 1 - d).sum() / n)
+        stats = dict(clipped=(clipped & mask).sum() / n, ratio=(ratio * mask).sum() / n, kl_old=(ratio - 1 - d).sum() / n)
     return (scale * loss).sum(), stats
 
 

@@ -1,18 +1,15 @@
 """grpo.py: hand-computed values, then the real path rollout -> pack -> replay -> loss in fp64 against separate forwards."""
 import dataclasses
 import math
-import os
-import sys
 
 import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-sys.path.insert(0, os.path.join(os.path.dirname(__file__), ".."))
-import grpo  # noqa: E402
-from grpo import HeadRows, advantages, correction, distill_kl, kl_rows, policy_loss, reference_kl, replay, token_scale  # noqa: E402
-from model import Config, Transformer  # noqa: E402
-from rollout import Rollout, generate, pack  # noqa: E402
+import grpo
+from grpo import HeadRows, advantages, correction, distill_kl, kl_rows, policy_loss, reference_kl, replay, token_scale
+from model import Config, Transformer
+from rollout import Rollout, generate, pack
 
 NAN = float("nan")
 P3, Q3 = torch.tensor([0.7, 0.2, 0.1]), torch.tensor([0.5, 0.3, 0.2])
@@ -85,8 +82,8 @@ def surrogate(ratio, adv, **kw):
 
 
 @pytest.mark.parametrize("ratio, adv, loss, grad, clipped", [
-    (1.5, 1.0, -1.2, 0, 1), (1.5, -1.0, 1.5, 1.5, 0), (0.5, 1.0, -0.5, -0.5, 0), (0.5, -1.0, 0.8, 0, 1), (1.1, 2.0, -2.2, -2.2, 0),
-    (1.5, 0.0, 0, 0, 0)])
+    (1.5, 1.0, -1.2, 0, 1), (1.5, -1.0, 1.5, 1.5, 0), (0.5, 1.0, -0.5, -0.5, 0), (0.5, -1.0, 0.8, 0, 1),
+    (1.1, 2.0, -2.2, -2.2, 0), (1.5, 0.0, 0, 0, 0)])
 def test_clip(ratio, adv, loss, grad, clipped):
     got = surrogate(ratio, adv)
     assert got[:2] == pytest.approx((loss, grad), abs=1e-6) and got[2]["clipped"] == clipped
@@ -102,7 +99,7 @@ def test_stats_are_means_over_the_mask():
     mask = ragged(1, 2, R=3)
     logp = torch.tensor([[[math.log(1.5), 9, 9], [math.log(0.5), 0, 9]]])
     stats = policy_loss(logp, torch.zeros(1, 2, 3), torch.tensor([[1.0, 1.0]]), mask)[1]
-    assert stats["clipped"].item() == pytest.approx(1 / 3) and stats["ratio"].item() == pytest.approx(1) and stats["ratio_max"].item() == 1.5
+    assert stats["clipped"].item() == pytest.approx(1 / 3) and stats["ratio"].item() == pytest.approx(1)
     assert stats["kl_old"].item() == pytest.approx((0.5 - math.log(1.5) - 0.5 - math.log(0.5)) / 3)
 
 
@@ -147,11 +144,11 @@ def test_nan_past_the_mask_does_not_leak(where):
 def test_shapes_that_would_broadcast_are_refused():
     logp, mask, adv = torch.zeros(2, 3, 4), torch.ones(2, 3, 4, dtype=torch.bool), torch.zeros(2, 3)
     policy_loss(logp, logp, adv, mask)
-    for args, name in (((logp, logp[..., :3], adv, mask), "logp_old is"), ((logp, logp, adv[:1], mask), "adv is"),
-                       ((logp, logp, adv, mask[:, :1]), "mask is"), ((logp, logp, adv, mask.float()), "mask is torch.float32")):
+    for args, name in (((logp, logp[..., :3], adv, mask), "logp_old has"), ((logp, logp, adv[:1], mask), "adv has"),
+                       ((logp, logp, adv, mask[:, :1]), "mask has"), ((logp, logp, adv, mask.float()), "mask must be bool")):
         with pytest.raises(ValueError, match=name):
             policy_loss(*args)
-    with pytest.raises(ValueError, match="scale is"):
+    with pytest.raises(ValueError, match="scale has"):
         policy_loss(logp, logp, adv, mask, scale=torch.ones(1, 3, 4))
     with pytest.raises(ValueError, match="unknown norm"):
         policy_loss(logp, logp, adv, mask, norm="mean")
@@ -206,8 +203,8 @@ def test_distill_kl_mask():
     torch.testing.assert_close(kl, kl_rows(s.log_softmax(-1), t.log_softmax(-1))[on].mean())
     kl.backward()
     assert t.grad is None and (s.grad[~on] == 0).all() and (s.grad[on] != 0).all()
-    pad = torch.full((50, 7), NAN)
-    assert torch.equal(distill_kl(torch.cat([s, pad]), torch.cat([t, pad]), torch.cat([on, torch.zeros(50, dtype=torch.bool)])), kl)
+    pad, off = torch.full((50, 7), NAN), torch.zeros(50, dtype=torch.bool)
+    assert torch.equal(distill_kl(torch.cat([s, pad]), torch.cat([t, pad]), torch.cat([on, off])), kl)
     none = distill_kl(s, t, torch.zeros(4, dtype=torch.bool))
     s.grad = None
     none.backward()
@@ -246,7 +243,8 @@ def test_reference_kl():
     assert rel(grad, true) < 1e-7  # P3 and Q3 are rounded to fp32
     d = ref - pol
     assert rel(torch.autograd.grad((weight * (d.exp() - d - 1)).sum(), logits)[0], true) > 0.05  # control: without the ratio
-    assert torch.equal(reference_kl(torch.tensor([0.0, NAN]), torch.tensor([0.0, NAN]), torch.tensor([True, False])), torch.zeros(2))
+    padded = torch.tensor([0.0, NAN])
+    assert torch.equal(reference_kl(padded, padded, torch.tensor([True, False])), torch.zeros(2))
 
 
 # the head in chunks
@@ -308,7 +306,9 @@ class Largest(TorchDispatchMode):
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         out = func(*args, **(kwargs or {}))
-        self.numel = max([self.numel, *(x.numel() for x in (out if isinstance(out, (tuple, list)) else [out]) if isinstance(x, torch.Tensor))])
+        for x in out if isinstance(out, (tuple, list)) else [out]:
+            if isinstance(x, torch.Tensor):
+                self.numel = max(self.numel, x.numel())
         return out
 
 
@@ -334,7 +334,8 @@ def test_head_gradient_is_summed_in_fp32(monkeypatch):
     rows = HeadRows.apply(fn, torch.zeros(n, dtype=torch.int64), weight, hidden)
     assert rows.dtype == torch.float32
     got, got_hidden = torch.autograd.grad(rows.sum(), [weight, hidden])
-    one = torch.autograd.grad(fn([(hidden[:1].float() @ weight.float().t())], torch.zeros(1, dtype=torch.int64)).sum(), weight)[0].double()
+    row = fn([hidden[:1].float() @ weight.float().t()], torch.zeros(1, dtype=torch.int64))
+    one = torch.autograd.grad(row.sum(), weight)[0].double()
     assert got.dtype == got_hidden.dtype == torch.bfloat16 and rel(got.double(), n * one) < 2**-6
     total = torch.zeros_like(weight)
     for _ in range(n):
@@ -347,8 +348,9 @@ def test_head_gradient_is_summed_in_fp32(monkeypatch):
 def toy(dtype=torch.double, tied=True, seed=0):
     """A random Qwen3-shaped model whose attention is sharp enough that an evicted key is missed."""
     torch.manual_seed(seed)
-    model = Transformer(Config(arch="qwen3", n_layer=3, n_head=4, n_kv_head=2, head_size=8, width=32, mlp_width=48, vocab_size=61, max_pos=256,
-                               eps=1e-6, rope=dict(rope_type="default", rope_theta=1e4), tied=tied, qk_norm=True)).to(dtype)
+    config = Config(arch="qwen3", n_layer=3, n_head=4, n_kv_head=2, head_size=8, width=32, mlp_width=48, vocab_size=61,
+                    max_pos=256, eps=1e-6, rope=dict(rope_type="default", rope_theta=1e4), tied=tied, qk_norm=True)
+    model = Transformer(config).to(dtype)
     for p in model.parameters():
         p.data.normal_(0, 0.35)
         if p.dim() == 1:  # norms
@@ -362,8 +364,7 @@ def logged(seed=0, B=2, G=3, R=7, L=3, nkv=2):
     rng = torch.Generator().manual_seed(seed)
     prompts = [torch.randint(59, (P,), generator=rng).tolist() for P in (11, 16)][:B]
     lengths = torch.tensor([[7, 1, 2], [3, 7, 5]])[:B]
-    kept = [torch.stack([torch.stack([torch.randperm(len(p), generator=rng)[:6].sort()[0] for _ in range(nkv)]) for _ in range(L)])
-            for p in prompts]
+    kept = [torch.rand(L, nkv, len(p), generator=rng).argsort(-1)[..., :6].sort(-1)[0] for p in prompts]
     born = torch.arange(R)
     until = born + 1 + (torch.rand(L, nkv, B, G, R, generator=rng) * (R - born)).long()  # in born + 1 ... R
     return Rollout(prompts, torch.randint(59, (B, G, R), generator=rng), lengths, torch.zeros(B, G, R), 0.8, kept, until.int(),
@@ -380,7 +381,7 @@ def attention(q, k, v, visible):
 
 
 def separate(model, r, policy):
-    """log-softmax (R, V) of every response by a forward pass of its own: prompt and response, its own masks, the whole vocabulary"""
+    """log-softmax (n, V) of every response by a forward pass of its own, under masks written out from the log"""
     out = {}
     for b, prompt in enumerate(r.prompts):
         for g in range(r.tokens.shape[1]):
@@ -464,7 +465,7 @@ def test_replay_equals_separate_forwards(student, tied, monkeypatch):
     for change in (dict(until=r.until + 1), dict(until=torch.full_like(r.until, 7)), dict(kept=shared_heads), dict(kept=shifted),
                    dict(kept=everything)):
         values, gradient = wrong(**change)
-        assert values > 1e-3 and gradient > 1e-3, change.keys()
+        assert values > 1e-2 and gradient > 1e-2, change.keys()
 
 
 @pytest.mark.parametrize("policies", [("dense",), ("shadow",), ("shadow", "dense")])
@@ -482,7 +483,8 @@ def test_replay_scores_what_was_sampled():
     """rollout -> pack -> replay: the shadow policy is the sampler, the dense one is not"""
     model = toy(torch.float32)
     prompts = [[(7 * i + s) % 59 for i in range(P)] for s, P in enumerate((40, 23, 31))]
-    r = generate(model, prompts, group=4, max_new_tokens=12, temperature=0.8, budget=12, window=4, sinks=2, stop_ids=(3, 4, 5, 6, 7, 8))
+    evict = dict(evict="snapkv", budget=12, window=4, sinks=2)
+    r = generate(model, prompts, group=4, max_new_tokens=12, temperature=0.8, stop_ids=(3, 4, 5, 6, 7, 8), **evict)
     assert r.lengths.min() < 12 and r.lengths.max() > 3  # ragged
     got = replay(model, r)
     gap = (got["shadow"] - r.logp_roll)[r.mask].abs().max().item()
@@ -490,7 +492,7 @@ def test_replay_scores_what_was_sampled():
     assert got["shadow"].dtype == torch.float32 and gap < 1e-4
     assert (got["dense"] - r.logp_roll)[r.mask].abs().max() > 1e-2
     assert torch.equal(got["dense"][:, :, 0], got["shadow"][:, :, 0])
-    greedy = generate(model, prompts, group=2, max_new_tokens=4, temperature=0.0, budget=12, window=4, sinks=2)
+    greedy = generate(model, prompts, group=2, max_new_tokens=4, temperature=0.0, **evict)
     assert (replay(model, greedy)["shadow"] - greedy.logp_roll)[greedy.mask].abs().max() < 1e-4
 
 
@@ -552,9 +554,10 @@ def test_head_sees_only_response_rows(monkeypatch):
 
 def test_replay_refuses():
     model, r = toy(), logged()
-    for kw, message in ((dict(policies=()), "got ()"), (dict(policies=("sparse",)), "sparse"), (dict(policies=("dense", "dense")), "at most once"),
-                        (dict(policies=("dense",), distill_to="dense"), "needs both"), (dict(distill_to="teacher"), "teacher")):
-        with pytest.raises(ValueError, match=message.replace("(", r"\(").replace(")", r"\)")):
+    for kw, message in ((dict(policies=()), "got"), (dict(policies=("sparse",)), "sparse"),
+                        (dict(policies=("dense", "dense")), "at most once"), (dict(distill_to="teacher"), "teacher"),
+                        (dict(policies=("dense",), distill_to="dense"), "needs both")):
+        with pytest.raises(ValueError, match=message):
             replay(model, r, **kw)
     with pytest.raises(ValueError, match="the model needs"):
         replay(model, logged(L=2))
