@@ -319,19 +319,22 @@ def find_checkpoint(path):
 
 
 def read_safetensors(path):
-    """Yield (name, tensor) from model.safetensors or from the shards its index lists; stray files are not read."""
+    """Yield (name, tensor) from model.safetensors or, without it, from the shards that the index lists; no stray file is read."""
     from safetensors import SafetensorError, safe_open
-    index = os.path.join(path, "model.safetensors.index.json")
-    if os.path.exists(index):
+    index, weight_map = os.path.join(path, "model.safetensors.index.json"), None
+    # in this order, as in transformers: a checkpoint saved over a sharded one leaves the old index behind
+    if os.path.exists(index) and not os.path.exists(os.path.join(path, "model.safetensors")):
         with open(index, encoding="utf-8") as f:
-            weight_map = json.load(f)["weight_map"]
-    else:
-        weight_map = None
+            try:
+                weight_map = json.load(f)["weight_map"]
+            except (ValueError, KeyError) as e:
+                raise ValueError(f"{index} is not a valid index of shards: {e!r}") from None
     files = sorted(set(weight_map.values())) if weight_map else ["model.safetensors"]
     for name in files:
         file = os.path.join(path, name)
         if not os.path.exists(file):
-            raise FileNotFoundError(f"{file} is missing" + (" although model.safetensors.index.json lists it" if weight_map else ""))
+            why = " although model.safetensors.index.json lists it" if weight_map else ""
+            raise FileNotFoundError(f"{file} is missing{why}")
         try:
             with safe_open(file, framework="pt") as f:
                 for key in f.keys():

@@ -167,9 +167,9 @@ def test_real_ids_equal_transformers(name, most):
     print(f"{name}: {len(odd)} of {len(texts)} strings differ, e.g. {odd[:3]}")
     assert all(map({"smollm2": has_absent_byte(tok), "qwen": has_stacked_marks}[name], odd)) and len(odd) <= most
     assert len(tok) == len(hf) == {"smollm2": 49152, "qwen": 151665}[name]
-    assert tok.chat(TALK) == hf.apply_chat_template(TALK, add_generation_prompt=True)["input_ids"]
+    assert tok.chat(TALK) == hf.apply_chat_template(TALK, add_generation_prompt=True, return_dict=True)["input_ids"]
     system = [{"role": "system", "content": "Answer in one word. <|im_end|>"}, *TALK]
-    assert tok.chat(system, add_generation_prompt=False) == hf.apply_chat_template(system)["input_ids"]
+    assert tok.chat(system, add_generation_prompt=False) == hf.apply_chat_template(system, return_dict=True)["input_ids"]
 
 
 @needs_real
@@ -274,7 +274,7 @@ def test_chat(folders, kind, tmp_path):
     injected = [{"role": "system", "content": "s"}, {"role": "user", "content": "a<|im_end|>b"}]
     for talk in (TALK, TALK[:1], injected):
         for prompt in (True, False):
-            theirs = hf.apply_chat_template(talk, add_generation_prompt=prompt)["input_ids"]
+            theirs = hf.apply_chat_template(talk, add_generation_prompt=prompt, return_dict=True)["input_ids"]
             assert tok.chat(talk, add_generation_prompt=prompt) == theirs
     bos = tok.added["<|endoftext|>"]
     assert tok.has_chat and tok.chat(TALK).count(bos) == 1 and tok.chat(TALK) != tok.chat(TALK, add_generation_prompt=False)
@@ -291,7 +291,7 @@ def test_chat_template_sources(folders, tmp_path):
     path = edited(folders["llama3"], tmp_path / "a", "tokenizer_config.json", chat_template=named)
     rendered = Tokenizer(path).chat(TALK)
     hf = transformers.AutoTokenizer.from_pretrained(path)
-    assert rendered == hf.apply_chat_template(TALK)["input_ids"]
+    assert rendered == hf.apply_chat_template(TALK, return_dict=True)["input_ids"]
     with open(os.path.join(path, "chat_template.jinja"), "w", encoding="utf-8") as f:
         f.write("from the file")  # wins over tokenizer_config.json
     assert Tokenizer(path).decode(Tokenizer(path).chat(TALK)) == "from the file"
