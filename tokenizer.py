@@ -60,8 +60,9 @@ class Tokenizer:
             self.named = {k: v["content"] if isinstance(v, dict) else v for k, v in config.items() if k.endswith("_token") and v}
             self.stop_ids = self._read_stop_ids(path)
             self.template = read_template(path, config)
-        except ValueError as e:
-            raise ValueError(f"tokenizer of {path}: {(str(e).splitlines() or ['?'])[0]}") from None
+        except (ValueError, KeyError) as e:
+            why = f"{e} is missing" if isinstance(e, KeyError) else str(e).splitlines()[0]
+            raise ValueError(f"tokenizer of {path}: {why}") from None
 
     def _read_added(self, tokens):
         for t in tokens:
@@ -160,7 +161,8 @@ class Tokenizer:
         if not self.has_chat:
             raise ValueError("this checkpoint has no chat template")
         try:
-            text = self.template.render(messages=messages, add_generation_prompt=add_generation_prompt, **self.named)
+            text = self.template.render(messages=messages, add_generation_prompt=add_generation_prompt, tools=None, documents=None,
+                                        **self.named)
         except (jinja2.TemplateError, TypeError) as e:
             raise ValueError(f"chat template: {e}") from None
         return self.encode(text, special=True)

@@ -97,7 +97,7 @@ def strings(n, seed=0, controls=True, specials=()):
     rng = random.Random(seed)
     pick = lambda chars, most: "".join(rng.choice(chars) for _ in range(rng.randint(1, most)))
     makers = [
-        lambda: rng.choice("the key has died at budget don't I'LL WE'VE it's 'tis o'clock naïve Straße ΣΑΣ Привет שלום مرحبا".split()),
+        lambda: rng.choice("the key has died at don't I'LL WE'VE it's 'tis o'clock naïve Straße ΣΑΣ Привет שלום مرحبا".split()),
         lambda: rng.choice(["def f(x):\n\treturn x**2  # ok\n", "a[i] += b[-1];", "{\"k\": [1, 2.50]}", "</div>\r\n\r\n",
                             "https://x.org/a?b=c&d=%20", "--x=1e-4"]),
         lambda: str(rng.randint(0, 10 ** rng.randint(1, 12))),
@@ -109,7 +109,8 @@ def strings(n, seed=0, controls=True, specials=()):
         lambda: pick(" \t\n\r\u00a0\u3000\u2028\x0b\x0c\x85", 6),
         lambda: " " * rng.randint(1, 20),
         lambda: pick("!?.,;:()[]<>|/\\'\"`~@#$%^&*-_=+", 6),
-        lambda: pick([chr(rng.randrange(0x20, 0xD800)), chr(rng.randrange(0x10000, 0x20000))], 2),
+        lambda: pick([c for c in (chr(rng.randrange(*rng.choice([(0x20, 0xD800), (0x10000, 0x20000)]))) for _ in range(99))
+                      if unicodedata.category(c) != "Cn"], 2),  # an unassigned one may be a letter in newer tables
     ]
     if controls:
         makers.append(lambda: pick([chr(c) for c in [*range(32), 127, 0xAD, 0x200B, 0xFEFF, 0x10FFFF, 0x40001]], 2))
@@ -185,7 +186,7 @@ def test_negative_controls(folders, tmp_path, monkeypatch):
     tok = Tokenizer(folders["qwen"])
     tok.nfc = False
     theirs = hf["qwen"](texts, add_special_tokens=False)["input_ids"]
-    assert sum(tok.encode(t, special=True) != ids for t, ids in zip(texts, theirs)) > 50
+    assert sum(tok.encode(t, special=True) != ids for t, ids in zip(texts, theirs)) > 25
     # the mark composes with ">" (U+226F) when the whole text is normalised first, and the special token is gone
     tok, text = Tokenizer(folders["qwen"]), "a<|im_end|>\u0338"
     assert tok.encode(text, special=True) == hf["qwen"].encode(text, add_special_tokens=False)
@@ -193,10 +194,10 @@ def test_negative_controls(folders, tmp_path, monkeypatch):
     assert tok.added["<|im_end|>"] not in tok.encode(unicodedata.normalize("NFC", text), special=True)
     monkeypatch.setattr(tokenizer_py, "DIGITS_THEN_GPT2", tokenizer_py.GPT2)
     tok, theirs = Tokenizer(folders["digits"]), hf["digits"](texts, add_special_tokens=False)["input_ids"]
-    assert sum(tok.encode(t, special=True) != ids for t, ids in zip(texts, theirs)) > 50
+    assert sum(tok.encode(t, special=True) != ids for t, ids in zip(texts, theirs)) > 25
     swap = edited(folders["llama3"], tmp_path, edit=lambda d: d["model"]["merges"].reverse())
     tok, theirs = Tokenizer(swap), hf["llama3"](texts, add_special_tokens=False)["input_ids"]
-    assert sum(tok.encode(t, special=True) != ids for t, ids in zip(texts, theirs)) > 50
+    assert sum(tok.encode(t, special=True) != ids for t, ids in zip(texts, theirs)) > 25
 
 
 def test_ids_need_not_follow_the_merge_order(folders, tmp_path):
@@ -285,7 +286,7 @@ def test_chat(folders, kind, tmp_path):
 
 
 def test_chat_template_sources(folders, tmp_path):
-    source = ("{%- for m in messages %}{% if loop.index > 2 %}{% break %}{% endif %}\n    {{ m | tojson }}<|im_end|>\n"
+    source = ("{% if tools is none %}T{% endif %}{%- for m in messages %}{% if loop.index > 2 %}{% break %}{% endif %}\n    {{ m | tojson }}<|im_end|>\n"
               "{% endfor %}{{ strftime_now('%Y')[:2] }}")
     named = [{"name": "tool", "template": "x"}, {"name": "default", "template": source}]
     path = edited(folders["llama3"], tmp_path / "a", "tokenizer_config.json", chat_template=named)
@@ -343,6 +344,7 @@ REFUSED = {
     "add_prefix_space": pre(**BYTES | {"add_prefix_space": True, "use_regex": True}),
     "pre_tokenizer null": lambda d: d.update(pre_tokenizer=None),
     "Lowercase": lambda d: d.update(normalizer={"type": "Sequence", "normalizers": [{"type": "NFC"}, {"type": "Lowercase"}]}),
+    "'merges' is missing": lambda d: d["model"].pop("merges"),
     "lstrip": lambda d: d["added_tokens"][0].update(lstrip=True),
     "single_word": lambda d: d["added_tokens"][0].update(single_word=True),
     "Unknown group flag": split({"Regex": "(?Z)("}),
