@@ -16,8 +16,8 @@ of the dense and of the shadow policy. Head, log-softmax and the KL between the 
 estimator is needed) are computed in chunks of rows, again in the backward pass: rows x vocabulary never exists.
 
 Left out on purpose: reward models, entropy bonus, a dual clip, sequence-level ratios (GSPO), top-p and top-k.
-Departures: Sparse-RL takes rejected tokens out of the loss's denominator too; here they weigh 0 and stay in it, so that a
-reduction means one thing for all methods.
+Departures: tokens that a correction rejects weigh 0 but stay in the loss's denominator (verl takes them out of the mask), so
+that a reduction means one thing for all methods.
 
 References: GRPO 2402.03300, PPO's clip 1707.06347, DAPO (token mean, clip-higher) 2503.14476, Dr. GRPO ("constant")
 2503.20783, Shadow Mask Distillation 2605.06850, Sparse-RL 2601.10079, acceptance 2606.08446, reference KL with the ratio
