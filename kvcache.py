@@ -139,3 +139,26 @@ def check_eviction(evict, budget, window, sinks, pool=7):
         raise ValueError(f"window {window} must be at least 1, sinks {sinks} at least 0, pool {pool} odd")
     if evict != "none" and budget <= window + sinks:
         raise ValueError(f"budget {budget} must be above window + sinks = {window} + {sinks}, or no key is left to choose")
+
+
+if __name__ == "__main__":  # draw what each method keeps of one prompt of the embedded checkpoint, a line per layer and KV head
+    import os
+
+    from model import Transformer
+    from rollout import generate
+    from tasks import problem, prompt_encoder
+    from tokenizer import Tokenizer
+    folder = os.path.join(os.path.dirname(os.path.abspath(__file__)), "assets", "model")
+    net, tok = Transformer.from_pretrained(folder), Tokenizer(folder)
+    p = problem("kv", "eval", 0, 0, 120, prompt_encoder(tok))
+    ids = prompt_encoder(tok)(p.text)
+    print(f"{p.text}\nanswer {p.answer}; {len(ids)} tokens; s sink, k kept, w window, . dropped; ^ the answer in the prompt")
+    for evict in EVICT:
+        r = generate(net, [ids], 1, 5, 0.0, evict, budget=32, window=12, sinks=2, stop_ids=tok.stop_ids)
+        print(f"\n{evict}: {r.kept[0].shape[2]} keys, greedy answer {tok.decode(r.tokens[0, 0, :r.lengths[0, 0]].tolist())!r}")
+        for layer, heads in enumerate(r.kept[0].tolist()):
+            for head, kept in enumerate(heads):
+                mark = lambda j: "." if j not in kept else "s" if j < 2 else "w" if j >= len(ids) - 12 else "k"
+                print(f"layer {layer} head {head} {''.join(map(mark, range(len(ids))))}")
+    code = tok.encode(p.answer)
+    print("               " + "".join("^" if any(ids[j - i:j - i + len(code)] == code for i in range(len(code))) else " " for j in range(len(ids))))

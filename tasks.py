@@ -223,7 +223,7 @@ def file_problem(problems, split, seed, index, hold_out=10):
 
 # no digits of a name (X7); a comma only before groups of three; a minus is a sign unless something stands right before it
 NUMBER = re.compile(r"(?:(?<![\w)\]])[-−])?[$€£]?(?<![A-Za-z_\d])(?<!\d\.)(?:\d{1,3}(?:,\d{3})+(?!\d)|\d+)(?:\.\d+)?", re.ASCII)
-HEDGE = re.compile(r"[\s,;/|&*()\-–−]*(?:or|and|maybe|either)?[\s,;/|&*()\-–−]*")  # what stands between "41 or 42"
+HEDGE = re.compile(r"(?:[\s,;/|&*()\-–−]|or|and|maybe|perhaps)*")  # what may stand between alternatives: "41, or maybe 42"
 
 
 def numbers(text):

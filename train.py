@@ -13,7 +13,6 @@ lets the dense policy learn from it (distill_to = "dense") or the other way roun
 Left out on purpose: several GPUs, a reference model, importance corrections (`policy_loss` takes their weights).
 All randomness of a step is a function of (seed, step), so a checkpoint needs no RNG state beyond those two numbers.
 """
-import difflib
 import json
 import os
 import shutil
@@ -24,8 +23,10 @@ from types import SimpleNamespace
 
 import torch
 
+from configurator import configure
 from grpo import advantages, policy_loss, replay, token_scale
 from kvcache import EVICT, check_eviction
+from masters import Masters
 from model import Transformer, find_checkpoint
 from rollout import generate
 from tasks import TASKS, file_problem, problem, prompt_encoder, read_problems, reward
@@ -84,53 +85,9 @@ REFUSED = dict.fromkeys(("top_p", "top_k", "min_p"), "it cuts the support the le
 MAY_CHANGE = {"resume", "overwrite", "steps", "eval_every", "eval_problems", "eval_batch", "save_every", "out_dir", "device"}  # on resume
 
 
-def set_key(config, key, value, where):
-    """Override one key, or raise ValueError with the nearest key, the type that was expected, or the choices."""
-    if key in REFUSED:
-        raise ValueError(f"{where}: {key} is not offered: {REFUSED[key]}")
-    if key not in DEFAULTS:
-        near = difflib.get_close_matches(key, DEFAULTS, n=1, cutoff=0.0)[0]
-        raise ValueError(f"{where}: unknown key {key!r}; the nearest is {near!r}")
-    want = type(DEFAULTS[key])
-    if want is float and type(value) is int:
-        value = float(value)
-    if type(value) is not want:
-        raise ValueError(f"{where}: {key} expects {want.__name__}, got {type(value).__name__} {value!r}")
-    if key in CHOICES and value not in CHOICES[key]:
-        raise ValueError(f"{where}: {key} must be one of {', '.join(CHOICES[key])}, got {value!r}")
-    config[key] = value
-
-
-def configure(argv):
-    """Defaults, then each argument in order: a config file (plain assignments), or --key=value. -> namespace of all keys"""
-    config = dict(DEFAULTS)
-    for arg in argv:
-        if arg.startswith("--"):
-            key, eq, text = arg[2:].partition("=")
-            if not eq:
-                raise ValueError(f"{arg}: write --key=value")
-            value = text
-            if type(DEFAULTS.get(key)) is not str:
-                for parse in (int, float, {"True": True, "true": True, "False": False, "false": False}.__getitem__):
-                    try:
-                        value = parse(text)
-                        break
-                    except (ValueError, KeyError):
-                        pass
-            set_key(config, key, value, arg)
-        else:
-            if not os.path.isfile(arg):
-                raise ValueError(f"{arg}: no such config file (options are written --key=value)")
-            scope = {}
-            with open(arg, encoding="utf-8") as f:
-                try:
-                    exec(compile(f.read(), arg, "exec"), scope)
-                except SyntaxError as e:
-                    raise ValueError(f"{arg}, line {e.lineno}: {e.msg}") from None
-            for key, value in scope.items():
-                if not key.startswith("__"):
-                    set_key(config, key, value, arg)
-    c = SimpleNamespace(**config)
+def settings(argv):
+    """-> namespace of all keys, checked for what can be known before a model is loaded."""
+    c = SimpleNamespace(**configure(DEFAULTS, argv, CHOICES, REFUSED))
     check_eviction(c.evict, c.budget, c.window, c.sinks, c.pool)
     for key, ok, say in (("group", c.group >= 2, "at least 2: an advantage compares samples of one prompt"),
                          ("temperature", c.temperature > 0, "above 0: a greedy group holds one answer G times"),
@@ -143,49 +100,6 @@ def configure(argv):
     if c.task not in TASKS and not c.task.endswith(".jsonl"):
         raise ValueError(f"unknown task {c.task!r}: one of {', '.join(TASKS)}, or a .jsonl file")
     return c
-
-
-class Masters:
-    """fp32 weights that the optimizer owns. The model may hold bf16 copies, read by sampler and learner alike: an update of
-    1e-6 is below bf16's spacing, so it must be summed up here. For an fp32 model the masters are its own parameters."""
-
-    def __init__(self, model, c):
-        self.params = [p for p in model.parameters()]
-        self.masters = [p if p.dtype == torch.float32 else p.detach().float().requires_grad_() for p in self.params]
-        self.optimizer = torch.optim.AdamW(self.masters, lr=c.lr, betas=(0.9, c.beta2), weight_decay=c.weight_decay, fused=True)
-
-    def collect(self):
-        """After each micro-batch's backward: add its gradients to the masters' in fp32."""
-        for p, m in zip(self.params, self.masters):
-            if p is not m and p.grad is not None:
-                m.grad = p.grad.float() if m.grad is None else m.grad.add_(p.grad)
-                p.grad = None
-
-    def step(self, lr, grad_clip):
-        """Clip, update the masters, copy them down. -> gradient norm before clipping"""
-        norm = torch.nn.utils.clip_grad_norm_(self.masters, grad_clip, error_if_nonfinite=True)
-        for group in self.optimizer.param_groups:
-            group["lr"] = lr
-        self.optimizer.step()
-        self.optimizer.zero_grad(set_to_none=True)
-        self.copy_down()
-        return norm.item()
-
-    @torch.no_grad()
-    def copy_down(self):
-        for p, m in zip(self.params, self.masters):
-            if p is not m:
-                p.copy_(m)
-
-    def state(self):
-        return dict(masters=[m.detach() for m in self.masters], optimizer=self.optimizer.state_dict())
-
-    @torch.no_grad()
-    def load(self, state):
-        for m, saved in zip(self.masters, state["masters"], strict=True):
-            m.copy_(saved)
-        self.optimizer.load_state_dict(state["optimizer"])
-        self.copy_down()
 
 
 def save(path, state):
@@ -319,9 +233,15 @@ def say(text, width=70):
         sys.stderr.flush()
 
 
+def write(c, record):
+    """Append one line to log.jsonl."""
+    with open(os.path.join(c.out_dir, "log.jsonl"), "a", encoding="utf-8") as f:
+        f.write(json.dumps(record) + "\n")
+
+
 def setup(argv):
     """Everything that can be wrong with a request is found here, before any step. -> what the loop needs"""
-    c = configure(argv)
+    c = settings(argv)
     if c.device == "auto":
         c.device = "cuda" if torch.cuda.is_available() else "cpu"
     if c.device.startswith("cuda") and not torch.cuda.is_available():
@@ -355,6 +275,9 @@ def main(argv):
     print(f"{folder}: {net.config.arch}, {sum(p.numel() for p in net.parameters()) / 1e6:.2f}M parameters, {per_token} KV bytes per token; "
           f"a prompt of {c.prompt_tokens} tokens takes {c.prompt_tokens * per_token:,} bytes dense, "
           f"{(c.prompt_tokens if c.evict == 'none' else min(c.budget, c.prompt_tokens)) * per_token:,} kept ({c.evict})")
+    keys = c.prompts * (c.prompt_tokens if c.evict == "none" else min(c.budget, c.prompt_tokens)), c.prompts * c.group * (c.max_new_tokens - 1)
+    print(f"a rollout of {c.prompts} prompts x {c.group} samples holds at most {sum(keys) * per_token:,} bytes of KV; "
+          f"{(c.prompts * c.group * c.prompt_tokens + keys[1]) * per_token:,} if every sample kept all of its prompt")
     print("loss: the policy term is 0 in value, not in gradient, when each rollout is used once (ratio 1, advantages sum to 0)")
 
     interrupted = []
@@ -367,27 +290,28 @@ def main(argv):
 
     signal.signal(signal.SIGINT, on_interrupt)
     try:
-        loop(c, tok, net, problems, opt, step0, evals, interrupted)
-        if not interrupted:
+        step = loop(c, tok, net, problems, opt, step0, evals, interrupted)
+        if step == c.steps:
             finish(c, folder, net, evals)
     except OSError as e:
         sys.exit(f"error: {e}")
-    if interrupted:
-        print(f"saved; go on with --resume=True --out_dir={c.out_dir}")
+    if step < c.steps:
+        print(f"saved; go on with --resume=True --out_dir={c.out_dir}" if step > step0 else "no step was finished, nothing to save")
         sys.exit(130)
 
 
 def loop(c, tok, net, problems, opt, step0, evals, interrupted):
-    log_path, start = os.path.join(c.out_dir, "log.jsonl"), time.time()
-    step = step0
+    """The algorithm, from step0 to c.steps or to the step during which `interrupted` fills. -> steps done"""
+    step, start = step0, time.time()
     while True:
         # 0. evaluate on held-out problems, also before the first step and after the last
         if (step % c.eval_every == 0 or step == c.steps) and not (evals and evals[-1]["step"] == step):
             dense = evaluate(net, tok, problems, c, "none")
             evals.append(dict(step=step, eval_dense=dense, eval_compressed=evaluate(net, tok, problems, c, c.evict)))
+            write(c, evals[-1])
             print(f"eval {step:4d} | held-out reward, greedy: compressed cache {evals[-1]['eval_compressed']:.3f}, dense cache {dense:.3f}", flush=True)
         if step >= c.steps or interrupted:
-            break
+            return step
         t0 = time.time()
         # 1. sample prompts; their index is the position in the data
         batch, ids = problems.get("train", range(step * c.prompts, (step + 1) * c.prompts))
@@ -408,10 +332,8 @@ def loop(c, tok, net, problems, opt, step0, evals, interrupted):
         log = dict(step=step, reward=rewards.mean().item(), **log, equal=(rewards == rewards[:, :1]).all(1).float().mean().item(),
                    truncated=1 - rollout.stopped.float().mean().item(), tokens=rollout.lengths.sum().item(), kv_bytes=rollout.kv["kept"],
                    kv_dense=rollout.kv["dense"], kv_dense_shared=rollout.kv["dense_shared"], rollout_s=t1 - t0, learn_s=t2 - t1,
-                   **(dict(peak_gb=torch.cuda.max_memory_allocated() / 1e9) if c.device.startswith("cuda") else {}),
-                   **(evals[-1] if evals and evals[-1]["step"] == step else {}))
-        with open(log_path, "a", encoding="utf-8") as f:
-            f.write(json.dumps(log) + "\n")
+                   **(dict(peak_gb=torch.cuda.max_memory_allocated() / 1e9) if c.device.startswith("cuda") else {}))
+        write(c, log)
         accept = f"{log['accept']:.3f} p05 {log['accept_p05']:.3f}" if "accept" in log else "-"
         eta = (time.time() - start) / (step + 1 - step0) * (c.steps - step - 1) / 60
         print(f"step {step:4d} | reward {log['reward']:.3f} | loss {log['loss']:+.4f} kl {log['kl']:.4f} | gap {log['gap']:.1e} max {log['gap_max']:.1e} | "

@@ -8,8 +8,7 @@ import pytest
 
 ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 sys.path.insert(0, ROOT)
-from tasks import (Problem, TASKS, exact, file_problem, last_number, numbers, problem, prompt_encoder, read_problems,  # noqa: E402
-                   reward)
+from tasks import TASKS, Problem, exact, file_problem, numbers, problem, prompt_encoder, read_problems, reward  # noqa: E402
 
 LETTERS = re.compile(r"\w+|[^\w\s]").findall  # a stand-in tokenizer: words and punctuation marks
 
@@ -20,30 +19,32 @@ def score(task, gold, text, **kw):
 
 # ---- rewards
 
-@pytest.mark.parametrize("text", ["4817", " 4817", "4817.\n", "**4817**", "The code for apple is 4,817.", "The code\nis\n\n4817", "4817<|end|>",
-                                  "4817<|im_end|>\n", "4817.0", "4817 (4817)", "X7 is 4817", "$4817"])
+@pytest.mark.parametrize("text", ["4817", " 4817", "4817.\n", "**4817**", "The code for apple is 4,817.", "The code\nis\n\n4817",
+                                  "4817<|end|>", "4817<|im_end|>\n", "4817.0", "4817 (4817)", "X7 is 4817", "$4817"])
 def test_a_right_answer_earns_one(text):
     assert score("kv", "4817", text) == 1.0
 
 
-@pytest.mark.parametrize("text", ["", "   \n", "<|end|>", "4817 or 9999", "9999 or 4817", "4817, 9999", "1234/4817", "48170", "14817", "-4817", "4 817",
-                                  "481", "4817.5", "X4817", "a4817", "four eight one seven", "4817 and also 1000 1001 1002", "٤٨١٧", "4817e1 9"])
+@pytest.mark.parametrize("text", ["", "   \n", "<|end|>", "4817 or 9999", "9999 or 4817", "4817, 9999", "1234/4817", "48170",
+                                  "14817", "-4817", "4 817", "481", "4817.5", "X4817", "a4817", "4817 and also 1000 1001 1002", "٤٨١٧",
+                                  "4817e1 9", "four eight one seven"])
 def test_a_hack_earns_nothing(text):
     assert score("kv", "4817", text) == 0.0
 
 
 @pytest.mark.parametrize("text, want", [
     ("37 + 25 = 62", 1), ("First 37, then 25 more.\nTogether that makes 62 coins.", 1), ("62", 1), ("62 62", 1), ("$62.00", 1),
-    ("61 or 62", 0), ("61, 62", 0), ("61/62", 0), ("61; 62", 0), ("41-62", 0), ("either 61 or maybe 62", 1),  # words between: not provably a hedge
+    ("61 or 62", 0), ("61, 62", 0), ("61/62", 0), ("61; 62", 0), ("41-62", 0), ("61 and 62", 0),
+    ("either 61 or maybe 62", 0), ("5 or 6, so 61 or 62", 0),
     ("62 or 61", 0), ("62, no, 61", 0), ("-62", 0), ("= -62", 0), ("162", 0), ("62.5", 0), ("", 0)])
 def test_last_number(text, want):
     assert score("sum", "62", text) == want
 
 
 @pytest.mark.parametrize("text, want", [
-    ("1,234", [1234]), ("1,234,567.5", [1234567.5]), ("1,23", [1, 23]), ("1,2345", [1, 2345]), ("5-3", [5, 3]), ("5 - 3", [5, 3]), ("x = -3", [-3]),
-    ("-$7", [-7]), ("$-7", [-7]), ("(-7)", [-7]), ("−7", [-7]), ("3.14", [3.14]), ("end 7.", [7]), ("X7 = X12", []), ("18km", [18]), ("50%", [50]),
-    ("1.2.3", [1.2]), ("no", [])])
+    ("1,234", [1234]), ("1,234,567.5", [1234567.5]), ("1,23", [1, 23]), ("1,2345", [1, 2345]), ("5-3", [5, 3]), ("5 - 3", [5, 3]),
+    ("x = -3", [-3]), ("-$7", [-7]), ("$-7", [-7]), ("(-7)", [-7]), ("−7", [-7]), ("3.14", [3.14]), ("end 7.", [7]),
+    ("X7 = X12", []), ("18km", [18]), ("50%", [50]), ("1.2.3", [1.2]), ("no", [])])
 def test_numbers(text, want):
     assert [float(n) for n, _, _ in numbers(text)] == want
 
@@ -131,7 +132,7 @@ def solve(task, text):
     q = question.split("?")[0].split()
     if task in ("needle", "kv"):
         key = q[q.index("for") + 1:]
-        found = [s[-1] for s in sentences if "for" in s and "is" in s and s[s.index("for") + 1:s.index("is")] == key and s[-1].isdigit()]
+        found = [s[-1] for s in sentences if s[-1].isdigit() and s[s.index("for") + 1:s.index("is")] == key]
     elif task == "own":
         thing = next(s[-1] for s in sentences if s[0] == q[-2] and s[1] == "owns")
         found = [s[-1] for s in sentences if s[:2] == ["The", "code"] and s[4] == thing]
@@ -170,15 +171,18 @@ def write_lines(path, rows):
 
 
 def test_reading_a_file(tmp_path):
-    path = write_lines(tmp_path / "a.jsonl", [{"question": "2 + 3?", "answer": "2 + 3 = <<2+3=5>>5\n#### 5"}, "", {"prompt": "Capital?", "answer": "Paris"},
-                                              {"prompt": "How much?", "answer": 1234}])
+    rows = [{"question": "2 + 3?", "answer": "2 + 3 = <<2+3=5>>5\n#### 5"}, "", {"prompt": "Capital?", "answer": "Paris"},
+            {"prompt": "How much?", "answer": 1234}]
+    path = write_lines(tmp_path / "a.jsonl", rows)
     problems = read_problems(path)
-    assert problems == (Problem("file", "2 + 3?", "5"), Problem("file", "Capital?", "Paris"), Problem("file", "How much?", "1234"))
+    assert problems == (Problem("file", "2 + 3?", "5"), Problem("file", "Capital?", "Paris"),
+                        Problem("file", "How much?", "1234"))
     assert reward(problems[0], "3 and 2 make 5.") == 1.0 and reward(problems[0], "5 is not 6") == 0.0
     assert reward(problems[1], "paris") == 1.0 and reward(problems[2], "$1,234.00") == 1.0
 
 
-@pytest.mark.parametrize("line", ["{", "[1]", '{"prompt": "x"}', '{"answer": "x"}', '{"prompt": "", "answer": "1"}', '{"prompt": "x", "answer": "#### "}'])
+@pytest.mark.parametrize("line", ["{", "[1]", '{"prompt": "x"}', '{"answer": "x"}', '{"prompt": "", "answer": "1"}',
+                                  '{"prompt": "x", "answer": "#### "}'])
 def test_a_bad_line_is_named(tmp_path, line):
     path = write_lines(tmp_path / "b.jsonl", [{"prompt": "x", "answer": "1"}, line])
     with pytest.raises(ValueError, match=r"b\.jsonl:2 "):

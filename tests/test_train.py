@@ -1,0 +1,235 @@
+"""
+The command line and the loop, run as a user runs them, on the embedded checkpoint.
+"""
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+import torch
+
+import train
+from grpo import advantages
+from rollout import generate
+from test_rollout import SMALL, STOP, prompts, toy
+
+ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
+FAST = ["--prompts=4", "--group=4", "--eval_problems=8", "--steps=4", "--eval_every=2", "--save_every=2", "--device=cpu"]
+
+
+def run(*args, **kwargs):
+    """`python train.py ...` from another folder, as a user might."""
+    return subprocess.run([sys.executable, os.path.join(ROOT, "train.py"), *args], capture_output=True, text=True, timeout=200, **kwargs)
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory):
+    """A whole short run. -> out_dir, what it printed"""
+    out = str(tmp_path_factory.mktemp("run") / "out")
+    p = run(*FAST, f"--out_dir={out}")
+    assert p.returncode == 0, p.stderr
+    return out, p.stdout
+
+
+def test_run_leaves_what_it_promises(finished):
+    out, printed = finished
+    lines = printed.strip().splitlines()
+    assert lines[-1].startswith("held-out reward with the compressed cache: ") and "bytes kept" in lines[-2]
+    assert sum(line.startswith("step ") for line in lines) == 4 and sum(line.startswith("eval ") for line in lines) == 3
+    log = [json.loads(line) for line in open(os.path.join(out, "log.jsonl"))]
+    steps = [r for r in log if "loss" in r]
+    assert [r["step"] for r in steps] == [0, 1, 2, 3] and [r["step"] for r in log if "eval_compressed" in r] == [0, 2, 4]
+    for r in steps:
+        assert r["gap_max"] <= 1e-4  # the replay identity, in the loop itself
+        assert r["kv_bytes"] < r["kv_dense_shared"] < r["kv_dense"]
+        assert 0 < r["accept_p05"] <= r["accept"] <= 1 and r["grad_norm"] > 0
+    assert json.load(open(os.path.join(out, "config.json")))["group"] == 4
+    assert ">>>" in open(os.path.join(out, "samples.txt")).read()
+    again = run(f"--model={os.path.join(out, 'model')}", *FAST, "--steps=1", f"--out_dir={out}2")  # what was saved loads
+    assert again.returncode == 0, again.stderr
+    first = json.loads(open(os.path.join(out + "2", "log.jsonl")).readline())
+    assert first["eval_compressed"] == log[-1]["eval_compressed"]
+
+
+def test_resume_is_bitwise(finished, tmp_path):
+    """4 steps equal 2 steps, a new process, and 2 more; another seed does not."""
+    out = str(tmp_path / "out")
+    assert run(*FAST, "--steps=2", f"--out_dir={out}").returncode == 0
+    p = run(*FAST, "--resume=True", f"--out_dir={out}")
+    assert p.returncode == 0, p.stderr
+    load = lambda o: torch.load(os.path.join(o, "ckpt.pt"), weights_only=True)
+    whole, halves = load(finished[0]), load(out)
+    assert whole["step"] == halves["step"] == 4
+    assert all(torch.equal(a, b) for a, b in zip(whole["masters"], halves["masters"]))
+    for a, b in zip(whole["optimizer"]["state"].values(), halves["optimizer"]["state"].values()):
+        assert torch.equal(a["exp_avg_sq"], b["exp_avg_sq"])
+    times = ("rollout_s", "learn_s")
+    read = lambda o: [{k: v for k, v in json.loads(line).items() if k not in times} for line in open(os.path.join(o, "log.jsonl"))]
+    assert [r for r in read(out) if "loss" in r] == [r for r in read(finished[0]) if "loss" in r]
+    assert run(*FAST, "--seed=1", f"--out_dir={out}b").returncode == 0
+    assert not all(torch.equal(a, b) for a, b in zip(whole["masters"], load(out + "b")["masters"]))
+
+
+def test_interrupt_saves_and_resumes(tmp_path):
+    out = str(tmp_path / "out")
+    p = subprocess.Popen([sys.executable, os.path.join(ROOT, "train.py"), *FAST, "--steps=500", "--eval_every=500", f"--out_dir={out}"],
+                         stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    for line in p.stdout:
+        if line.startswith("step    0"):
+            p.send_signal(signal.SIGINT)
+            break
+    printed, errors = p.communicate(timeout=60)
+    assert p.returncode == 130 and "saved; go on with --resume=True" in printed and "Traceback" not in errors
+    step = torch.load(os.path.join(out, "ckpt.pt"), weights_only=True)["step"]
+    assert 1 <= step < 10
+    p = run(*FAST, f"--steps={step + 1}", "--eval_every=500", "--resume=True", f"--out_dir={out}")
+    assert p.returncode == 0 and f"step {step:4d}" in p.stdout, p.stderr
+
+
+def test_kill_leaves_a_whole_checkpoint(tmp_path):
+    """kill -9 at any moment: the checkpoint that is there loads, and the log goes on without a step twice."""
+    out = str(tmp_path / "out")
+    p = subprocess.Popen([sys.executable, os.path.join(ROOT, "train.py"), *FAST, "--steps=500", "--save_every=1", "--eval_every=500",
+                          f"--out_dir={out}"], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
+    for line in p.stdout:
+        if line.startswith("step    3"):
+            p.kill()
+            break
+    p.wait(timeout=60)
+    step = torch.load(os.path.join(out, "ckpt.pt"), weights_only=True)["step"]
+    assert step >= 3
+    q = run(*FAST, f"--steps={step + 2}", "--save_every=1", "--eval_every=500", "--resume=True", f"--out_dir={out}")
+    assert q.returncode == 0, q.stderr
+    log = [json.loads(line) for line in open(os.path.join(out, "log.jsonl"))]
+    assert [r["step"] for r in log if "loss" in r] == list(range(step + 2))
+
+
+@pytest.mark.parametrize("say, args", [
+    ("unknown key 'bugdet'; the nearest is 'budget'", ["--bugdet=32"]),
+    ("budget expects int, got str 'many'", ["--budget=many"]),
+    ("budget expects int, got float 32.5", ["--budget=32.5"]),
+    ("resume expects bool, got int 1", ["--resume=1"]),
+    ("evict must be one of none, snapkv, recent, random, got 'snap'", ["--evict=snap"]),
+    ("top_p is not offered", ["--top_p=0.9"]),
+    ("top_k is not offered", ["--top_k=50"]),
+    ("temperature must be above 0", ["--temperature=0"]),
+    ("group must be at least 2", ["--group=1"]),
+    ("budget 20 must be above window + sinks", ["--budget=20", "--window=16", "--sinks=4"]),
+    ("unknown task 'needel'", ["--task=needel"]),
+    ("nofile.jsonl", ["--task=nofile.jsonl"]),
+    ("write --key=value", ["--steps", "3"]),
+    ("no such config file", ["config/nothing.py"]),
+    ("exceed the model's context", ["--prompt_tokens=100000"]),
+    ("does not exist", ["--resume=True"]),
+    ("neither a local folder nor", ["--model=no/such-model"]),
+    *([] if torch.cuda.is_available() else [("torch finds no CUDA", ["--device=cuda"])]),
+])
+def test_bad_input(say, args, tmp_path, capsys, monkeypatch):
+    """One line that names the culprit, a non-zero exit, nothing written."""
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    with pytest.raises(SystemExit) as e:
+        train.main([*args, f"--out_dir={tmp_path / 'out'}"])
+    assert say in str(e.value) and str(e.value).startswith("error: ") and "\n" not in str(e.value)
+    assert not (tmp_path / "out").exists()
+
+
+def test_bad_config_file(tmp_path):
+    file = tmp_path / "c.py"
+    for text, say in (("bugdet = 32", "unknown key 'bugdet'; the nearest is 'budget'"), ("lr = 'big'", "lr expects float, got str 'big'"),
+                      ("lr = = 3", "line 1"), ("import math", "unknown key 'math'")):
+        file.write_text(text)
+        with pytest.raises(ValueError, match=say.replace("(", "\\(")):
+            train.settings([str(file)])
+    file.write_text("lr = 1\nsteps = 7\n")
+    c = train.settings([str(file), "--steps=8"])
+    assert c.lr == 1.0 and type(c.lr) is float and c.steps == 8
+    for name in os.listdir(os.path.join(ROOT, "config")):
+        train.settings([os.path.join(ROOT, "config", name)])
+
+
+def test_out_dir_is_guarded(finished, tmp_path):
+    """A folder that holds a run is not touched unless resume or overwrite is said, nor resumed as another run."""
+    out, _ = finished
+    before = {name: os.stat(os.path.join(out, name)).st_mtime_ns for name in os.listdir(out)}
+    for args, say in ((["--seed=0"], "holds another run"), (["--resume=True", "--lr=1e-5"], "lr was 0.0")):
+        with pytest.raises(SystemExit, match=say):
+            train.main([*FAST, *args, f"--out_dir={out}"])
+    assert before == {name: os.stat(os.path.join(out, name)).st_mtime_ns for name in os.listdir(out)}
+    (tmp_path / "file").write_text("")
+    with pytest.raises(SystemExit, match="error: .*file"):
+        train.main([*FAST, f"--out_dir={tmp_path / 'file' / 'out'}"])
+
+
+def test_full_disk(tmp_path):
+    """A write that fails half-way says so in one line and leaves the checkpoint before it whole."""
+    out = str(tmp_path / "out")
+    assert run(*FAST, "--steps=2", f"--out_dir={out}").returncode == 0
+    code = ("import resource, runpy, sys; resource.setrlimit(resource.RLIMIT_FSIZE, (200_000, 200_000)); "
+            f"sys.path.insert(0, {ROOT!r}); sys.argv[0] = 'train.py'; runpy.run_path({os.path.join(ROOT, 'train.py')!r}, run_name='__main__')")
+    p = subprocess.run([sys.executable, "-c", code, *FAST, "--resume=True", f"--out_dir={out}"], capture_output=True, text=True, timeout=200)
+    assert p.returncode == 1 and p.stderr.strip().startswith("error: could not write") and len(p.stderr.strip().splitlines()) == 1
+    assert torch.load(os.path.join(out, "ckpt.pt"), weights_only=True)["step"] == 2
+    assert not os.path.exists(os.path.join(out, "ckpt.pt.tmp"))
+
+
+def learner(net, **changes):
+    c = train.settings([])
+    for k, v in changes.items():
+        setattr(c, k, v)
+    return c, train.Masters(net, c)
+
+
+def test_micro_batches_do_not_change_the_update():
+    """All groups in one forward pass or one group at a time: the same weights after the step, for every reduction."""
+    net = toy()
+    r = generate(net, prompts(61, 40, 97, 20), 4, 12, stop_ids=STOP, seed=1, **SMALL)
+    adv = advantages(torch.rand(4, 4, generator=torch.Generator().manual_seed(0)))
+    start = {k: p.detach().clone() for k, p in net.named_parameters()}
+    for norm in ("sequence", "token", "constant"):
+        grads = []
+        for rows in (10_000, 1):
+            net.load_state_dict(start)
+            c, opt = learner(net, norm=norm, micro_rows=rows)
+            assert len(train.split_rows(r, 2, rows)) == (1 if rows > 1 else 4)
+            opt.step = lambda lr, clip: grads.append([p.grad.clone() for p in net.parameters()]) or 0.0
+            train.learn(net, opt, r, adv, c, 1e-3)
+            net.zero_grad()
+        for a, b in zip(*grads):
+            assert (a - b).abs().max() <= 1e-5 * a.abs().max().clamp(min=1e-3)
+
+
+def test_several_updates_per_rollout():
+    """The second update's ratio is to the learner's own log-probs before the first: it moves away from 1 and can be clipped."""
+    net = toy()
+    r = generate(net, prompts(61, 40), 4, 12, seed=1, **SMALL)
+    adv = advantages(torch.rand(2, 4, generator=torch.Generator().manual_seed(0)))
+    c, opt = learner(net, updates=3, lr=1e-2)
+    log = train.learn(net, opt, r, adv, c, 1e-2)
+    assert log["gap_max"] <= 1e-4 and log["clip_frac"] > 0  # the gap is taken before the first update, the clipping at the last
+
+
+def test_bf16_weights_and_fp32_masters():
+    """An update far below bf16's spacing is kept by the masters and reaches the bf16 weights once it adds up; bf16 alone loses it."""
+    net = toy().to(torch.bfloat16)
+    c, opt = learner(net, lr=1e-6)
+    before = [m.detach().clone() for m in opt.masters]
+    for step in range(3):
+        for p in net.parameters():
+            p.grad = torch.ones_like(p)
+        opt.collect()
+        opt.step(1e-6, 1.0)
+    moved = torch.cat([(m - b).flatten() for m, b in zip(opt.masters, before)])
+    assert (moved + 3e-6).abs().max() < 1e-6
+    assert all(torch.equal(p, m.to(torch.bfloat16)) for p, m in zip(net.parameters(), opt.masters))
+    plain = torch.tensor([0.1], dtype=torch.bfloat16)
+    assert torch.equal(plain - 1e-6 - 1e-6 - 1e-6, plain)  # the control
+    # gradients of micro-batches add up in fp32: 256 + 1 is not representable in bf16
+    for value in (256.0, 1.0):
+        for p in net.parameters():
+            p.grad = torch.full_like(p, value)
+        opt.collect()
+    assert all((m.grad == 257).all() for m in opt.masters)
+    assert (torch.tensor(256.0, dtype=torch.bfloat16) + torch.tensor(1.0, dtype=torch.bfloat16)).item() == 256
