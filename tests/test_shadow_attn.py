@@ -1,0 +1,376 @@
+"""
+shadow_attn.py against an fp64 oracle written apart from it: outputs, gradients, garbage in hidden keys, strides, errors.
+
+The reference runs on the whole grid here. The Triton kernels run on the whole grid on a GPU, in fp32 and bf16; on machines
+without one they run on a smaller grid in Triton's interpreter, in a process of its own, because TRITON_INTERPRET must be set
+before anything imports triton and would follow every later test around.
+"""
+import math
+import os
+import subprocess
+import sys
+from itertools import product
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import shadow_attn
+from shadow_attn import TILE_K, TILE_Q, group_until, prepare, shadow_attention, shadow_attention_ref, triton
+
+CUDA = torch.cuda.is_available()
+INTERPRET = os.environ.get("TRITON_INTERPRET") == "1"
+ROOT = os.path.dirname(os.path.abspath(shadow_attn.__file__))
+NS, SIZES, HEADS = (1, 15, 16, 17, 63, 64, 65, 127, 129, 700), (16, 48, 64, 80, 96, 128), ((4, 4), (6, 2), (8, 1))
+GRID = [(N, hs, heads) for N, hs, heads in product(NS, SIZES, HEADS)]
+# in the interpreter: every N, every head size and every ratio of heads
+SMALL_GRID = [(1, 16, (4, 4)), (15, 48, (6, 2)), (16, 80, (8, 1)), (17, 96, (4, 4)), (63, 128, (6, 2)), (64, 64, (8, 1)),
+              (65, 16, (6, 2)), (127, 48, (4, 4)), (129, 80, (8, 1)), (700, 16, (6, 2))]
+TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 1e-2, torch.float64: 1e-13}
+
+no_triton = pytest.mark.skipif(triton is None or not (CUDA or INTERPRET), reason="needs a GPU or TRITON_INTERPRET=1")
+gpu = pytest.mark.skipif(not CUDA, reason="needs a GPU")
+IMPLS = [pytest.param("ref", "cpu", id="ref"), pytest.param("triton", "cuda" if CUDA else "cpu", id="triton", marks=no_triton)]
+
+
+@pytest.fixture(autouse=True)
+def large_blocks(monkeypatch):
+    """The interpreter pays per operation, so give it few large blocks; test_triton_real_blocks keeps the real ones."""
+    torch.set_num_threads(1)
+    if INTERPRET:
+        monkeypatch.setattr(shadow_attn, "configs", lambda *_: [(128, 64, 1, 1)])
+
+
+def oracle(q, k, v, until, grad, scale=None):
+    """[out, dq, dk, dv] in fp64: one head at a time, dense mask, softmax over the rows that see anything."""
+    q, k, v = (x.detach().double().requires_grad_() for x in (q, k, v))
+    N, nh, hs = q.shape
+    time, out = torch.arange(N, device=q.device), torch.zeros(N, nh, hs, dtype=torch.float64, device=q.device)
+    for h in range(nh):
+        g = h * k.shape[1] // nh
+        mask = (time[None, :] <= time[:, None]) & (time[:, None] < until[g].long()[None, :])
+        rows, keys = mask.any(1), mask.any(0)
+        s = q[rows, h] @ k[keys, g].T * (1 / math.sqrt(hs) if scale is None else scale)
+        p = torch.softmax(s.masked_fill(~mask[rows][:, keys], float("-inf")), 1)
+        out = out.index_put((rows.nonzero()[:, 0], torch.tensor(h, device=q.device)), p @ v[keys, g])
+    out.backward(grad.double())
+    return [out.detach()] + [x.grad for x in (q, k, v)]
+
+
+def case(N, nh, nkv, hs, device="cpu", dtype=torch.float32, seed=0):
+    """q, k, v, grad and a random until: keys that never die, that die at any time, that nobody sees; rows that see nothing."""
+    g = torch.Generator().manual_seed(1000 * N + 10 * hs + nh + seed)
+    q, k, v, grad = (torch.randn(N, n, hs, generator=g) for n in (nh, nkv, nkv, nh))
+    row, r = torch.arange(N), torch.rand(nkv, N, generator=g)
+    until = row + 1 + (torch.rand(nkv, N, generator=g) * N).long()
+    until = torch.where(r < 0.4, N, until.clamp(max=N + 5))
+    until = torch.where(r > 0.85, (row * torch.rand(nkv, N, generator=g)).long() - 3, until)
+    a, b = N // 3, N // 3 + N // 8  # in the first KV head the rows a..b-1 see nothing
+    until[0, :a] = until[0, :a].clamp(max=a)
+    until[0, a:b] = 0
+    return [x.to(device, dtype) for x in (q, k, v, grad)] + [until.int().to(device)]
+
+
+def run(impl, q, k, v, until, grad, scale=None):
+    leaves = [x.detach().requires_grad_() for x in (q, k, v)]
+    out = shadow_attention(*leaves, until, scale=scale, impl=impl)
+    assert out.shape == q.shape and out.dtype == q.dtype
+    return [out.detach(), *torch.autograd.grad(out, leaves, grad)]
+
+
+def error(got, want):
+    """Largest error in norm over the four tensors, relative to max(1, norm)."""
+    return max(((a.double() - b).norm() / b.norm().clamp(min=1)).item() for a, b in zip(got, want))
+
+
+def check_case(impl, device, dtype, N, hs, heads):
+    q, k, v, grad, until = case(N, *heads, hs, device, dtype)
+    got, want = run(impl, q, k, v, until, grad), oracle(q, k, v, until, grad)
+    assert error(got, want) < TOLERANCE[dtype], (N, hs, heads)
+    time = torch.arange(N, device=device)
+    mask = (time <= time[:, None]) & (time[:, None] < until[:, None])  # (nkv, N, N)
+    blind = ~mask.any(2).repeat_interleave(heads[0] // heads[1], 0).T  # (N, nh)
+    unseen = ~mask.any(1).T                                            # (N, nkv)
+    assert N < 15 or (blind.any() and unseen.any())
+    assert (got[0][blind] == 0).all() and (got[1][blind] == 0).all()
+    assert (got[2][unseen] == 0).all() and (got[3][unseen] == 0).all()
+
+
+@pytest.mark.parametrize("N", NS)
+def test_ref_grid(N):
+    for _, hs, heads in (c for c in GRID if c[0] == N):
+        check_case("ref", "cpu", torch.float32, N, hs, heads)
+
+
+@pytest.mark.skipif(not INTERPRET or CUDA, reason="runs inside test_kernels_in_interpreter")
+@pytest.mark.parametrize("N,hs,heads", SMALL_GRID)
+def test_triton_small_grid(N, hs, heads):
+    check_case("triton", "cpu", torch.float32, N, hs, heads)
+
+
+@gpu
+@pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16), ids=str)
+@pytest.mark.parametrize("hs", SIZES)
+def test_triton_gpu_grid(hs, dtype):
+    for N, _, heads in (c for c in GRID if c[1] == hs):
+        check_case("triton", "cuda", dtype, N, hs, heads)
+
+
+@gpu
+def test_ref_gpu():
+    for N, hs, heads in ((129, 64, (6, 2)), (1500, 32, (4, 2))):
+        check_case("ref", "cuda", torch.float32, N, hs, heads)
+
+
+@no_triton
+def test_triton_real_blocks(monkeypatch):
+    monkeypatch.undo()  # the configs used for real: several blocks per tile
+    check_case("triton", "cuda" if CUDA else "cpu", torch.float32, 131, 16, (2, 1))
+
+
+@pytest.mark.skipif(CUDA or INTERPRET or triton is None, reason="runs the kernels where there is no GPU")
+def test_kernels_in_interpreter():
+    command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", os.path.abspath(__file__),
+               "-k", "triton and not gpu and not import"]
+    env = {**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
+    result = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True)
+    assert result.returncode == 0, result.stdout + result.stderr
+    assert "passed" in result.stdout and "skipped" not in result.stdout, result.stdout
+
+
+@pytest.mark.parametrize("impl,device", IMPLS)
+def test_negative_controls(impl, device):
+    q, k, v, grad, until = case(67, 4, 2, 16, device)
+    want = oracle(q, k, v, until, grad)
+    assert error(run(impl, q, k, v, until, grad), want) < TOLERANCE[torch.float32]
+    for wrong in (until + 1, until - 1, until.flip(0)):
+        assert error(run(impl, q, k, v, wrong, grad), want) > 1e-2
+    assert error(run(impl, q, k, v, until, grad, scale=0.3), oracle(q, k, v, until, grad, scale=0.3)) < TOLERANCE[torch.float32]
+
+
+@pytest.mark.parametrize("impl,device", IMPLS)
+def test_strides(impl, device):
+    N, nh, nkv, hs = 70, 4, 2, 16
+    q, k, v, grad, until = case(N, nh, nkv, hs, device)
+    odd = [torch.randn(nh, hs, N, device=device).permute(2, 0, 1),           # heads first, columns apart
+           torch.randn(N, 2 * nkv, hs, device=device)[:, ::2],               # every second head of a wider tensor
+           torch.randn(nkv, N, hs, device=device).transpose(0, 1)]
+    grads = (torch.ones((), device=device).expand(N, nh, hs),                # what .sum() sends back: strides of 0
+             torch.randn(hs, nh, N, device=device).permute(2, 1, 0))
+    until = until.t().contiguous().t()
+    for g in grads:
+        got = run(impl, *odd, until, g)
+        assert error(got, oracle(*odd, until, g)) < TOLERANCE[torch.float32]
+        plain = run(impl, *(x.contiguous() for x in odd), until.contiguous(), g.contiguous())
+        # the kernel reads the same numbers in the same order; a BLAS may choose another order for another layout
+        assert impl == "ref" or all(torch.equal(a, b) for a, b in zip(got, plain))
+
+
+@pytest.mark.parametrize("impl,device", IMPLS)
+def test_two_runs_are_bitwise_equal(impl, device):
+    q, k, v, grad, until = case(150, 6, 2, 16, device)
+    assert all(torch.equal(a, b) for a, b in zip(*(run(impl, q, k, v, until, grad) for _ in range(2))))
+
+
+@pytest.mark.parametrize("impl,device", IMPLS)
+def test_hidden_keys_do_not_leak(impl, device):
+    N, nkv = 130, 2
+    q, k, v, grad, until = case(N, 4, nkv, 16, device)
+    clean = run(impl, q, k, v, until, grad)
+    unseen = (until <= torch.arange(N, device=device)).T             # (N, nkv)
+    assert unseen.any()
+    for garbage in (1e4, float("nan"), float("inf")):
+        dirty = run(impl, q, *(x.masked_fill(unseen[:, :, None], garbage) for x in (k, v)), until, grad)
+        assert all(torch.equal(a, b) for a, b in zip(clean, dirty))
+    # a key seen for a while: rows after its death do not feel what it holds, rows before do
+    until[:, 5] = 60
+    k5, v5 = k.clone(), v.clone()
+    k5[5], v5[5] = 3.0, 1e4
+    a, b = run(impl, q, k, v, until, grad)[0], run(impl, q, k5, v5, until, grad)[0]
+    assert torch.equal(a[60:], b[60:]) and torch.equal(a[:5], b[:5]) and not torch.equal(a[5:60], b[5:60])
+
+
+@pytest.mark.parametrize("impl,device", IMPLS)
+def test_first_tiles_masked(impl, device):
+    # each row sees itself alone: its softmax is 1, however many dead keys come before
+    N = 140
+    q, k, v, grad, _ = case(N, 4, 2, 16, device)
+    until = torch.arange(1, N + 1, device=device, dtype=torch.int32).expand(2, N)
+    out, dq, dk, dv = run(impl, q, k, v, until, grad)
+    assert torch.equal(out, v.repeat_interleave(2, 1))
+    assert dq.abs().max() < 1e-5 and dk.abs().max() < 1e-5
+    assert torch.allclose(dv, grad.view(N, 2, 2, 16).sum(2), atol=1e-6)
+
+
+@pytest.mark.parametrize("impl,device", IMPLS)
+def test_packing_equals_separate(impl, device):
+    # prompt 20, 2 dense and 2 shadow copies of 7 - 1 rows: the first shadow copy equals its sequence alone under its own cache
+    until = group_until(20, 2, 7, 8, 2, device)
+    N, a, b = until.shape[1], 20 + 2 * 6, 20 + 3 * 6
+    assert N == 20 + 4 * 6 and (until[:, :20] == N).sum(1).tolist() == [8, 8]
+    q, k, v, _, _ = case(N, 4, 2, 16, device)
+    out = shadow_attention(q, k, v, until, impl=impl)
+    for h in range(4):
+        for i in range(a, b):
+            keys = [j for j in range(20) if until[h // 2, j] == N] + list(range(a, i + 1))
+            p = torch.softmax(k[keys, h // 2].double() @ q[i, h].double() / 4, 0)
+            assert (p @ v[keys, h // 2].double() - out[i, h]).abs().max() < 1e-5
+
+
+def test_ref_long_block_and_gather():
+    # more than 4 chunks (masks are rebuilt in the backward pass) and a tail where few keys live (they are gathered)
+    N = 4 * shadow_attn.CHUNK + 300
+    q, k, v, grad, until = case(N, 2, 1, 16, dtype=torch.float64)
+    until[:, 20:N - 400] = until[:, 20:N - 400].clamp(max=N - 300)
+    assert error(run("ref", q, k, v, until, grad), oracle(q, k, v, until, grad)) < TOLERANCE[torch.float64]
+
+
+class Largest(TorchDispatchMode):
+    numel = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        for x in out if isinstance(out, (tuple, list)) else (out,):
+            if isinstance(x, torch.Tensor):
+                self.numel = max(self.numel, x.numel())
+        return out
+
+
+def test_no_dense_mask():
+    N = 3000
+    q, k, v, grad, until = case(N, 1, 1, 16)
+    until[:] = N  # plain causal, the densest there is
+    with Largest() as seen:
+        run("ref", q, k, v, until, grad)
+    assert 0 < seen.numel <= shadow_attn.CHUNK * N < N * N / 10
+    with Largest() as seen:
+        prepare(until)
+    assert 0 < seen.numel <= 2 * N
+
+
+def test_prepare_lists_what_is_visible():
+    N, nkv = 700, 3
+    until = torch.cat([case(N, nkv, nkv, 16, seed=s)[4] for s in range(2)] + [group_until(300, 4, 51, 60, nkv)])
+    heads, row = len(until), torch.arange(N)
+    born, dies, (lists, partial, visible, order), by_key = prepare(until)
+    nq, nk = lists.shape[1:]
+    assert (nq, nk) == (-(-N // TILE_Q), -(-N // TILE_K)) and sorted(order.tolist()) == list(range(heads * nq))
+    assert torch.equal(visible.flatten()[order.long()], visible.flatten().sort(descending=True).values)
+    mask = torch.zeros(heads, nq * TILE_Q, nk * TILE_K, dtype=torch.bool)
+    mask[:, :N] = (born[:, None] <= row[:, None]) & (row[:, None] < dies[:, None])
+    pairs = (row <= row[:, None]) & (row[:, None] < until[:, None])
+    assert mask.sum() == pairs.sum() > 0  # the sort loses nothing and adds nothing
+    real = mask.view(heads, nq, TILE_Q, nk, TILE_K).sum((2, 4))  # visible pairs per tile
+    rows_in = torch.tensor([min(TILE_Q, N - i * TILE_Q) for i in range(nq)])
+    n_full = 0
+    for h, i in product(range(heads), range(nq)):
+        tiles, a, b = lists[h, i].tolist(), partial[h, i], visible[h, i]
+        assert sorted(tiles) == list(range(nk))
+        assert all(real[h, i, t] == rows_in[i] * TILE_K for t in tiles[a:b]) and all(real[h, i, t] == 0 for t in tiles[b:])
+        n_full += int(b - a)
+        for t in range(nk):  # the transposed lists say the same
+            where = by_key[0][h, t].tolist().index(i)
+            kind = "partial" if t in tiles[:a] else "full" if t in tiles[a:b] else "dead"
+            assert kind == ("partial" if where < by_key[1][h, t] else "full" if where < by_key[2][h, t] else "dead")
+    assert n_full > 0 and int(visible.sum()) < 0.6 * heads * nq * nk
+    # the lists of a mask shifted by one do not cover this one
+    assert not torch.equal(prepare(until - TILE_Q)[2][2], visible)
+
+
+def test_sorting_pays():
+    # two policies of one group: nearly all the work in visited tiles is visible work
+    until = group_until(2048, 4, 129, 256, 2)
+    N = until.shape[1]
+    _, _, (_, _, visible, _), _ = prepare(until)
+    pairs = (until.long() - torch.arange(N)).clamp(min=0).sum()
+    assert pairs / (visible.sum() * TILE_Q * TILE_K) > 0.85
+    causal = sum(-(-min(N, i + TILE_Q) // TILE_K) for i in range(0, N, TILE_Q))
+    assert visible.sum() < 0.75 * 2 * causal  # tiles of 2 heads
+
+
+@pytest.mark.parametrize("change,message", [
+    (dict(q=torch.zeros(8, 3, 16)), "3 query heads do not divide into 2 KV heads"),
+    (dict(q=torch.zeros(8, 16)), r"q and k must be \(N, heads, head size\)"),
+    (dict(q=torch.zeros(0, 4, 16), k=torch.zeros(0, 2, 16), v=torch.zeros(0, 2, 16), until=torch.zeros(2, 0).int()), "not empty"),
+    (dict(k=torch.zeros(8, 2, 15)), r"k and v must be \(8, nkv, 16\)"),
+    (dict(v=torch.zeros(7, 2, 16)), r"k and v must be \(8, nkv, 16\)"),
+    (dict(until=torch.full((2, 8), 8)), "until must be int32"),
+    (dict(until=torch.full((1, 8), 8).int()), r"of shape \(2, 8\), got torch.int32 of shape \(1, 8\)"),
+    (dict(v=torch.zeros(8, 2, 16).half()), "share one floating dtype"),
+    (dict(q=torch.zeros(8, 4, 16, dtype=torch.int64)), "share one floating dtype, got torch.int64"),
+    (dict(v=torch.zeros(8, 2, 16, device="meta")), "q, k, v and until are on cpu, cpu, meta"),
+    (dict(scale=0.0), "scale must be positive"), (dict(scale=-1.0), "scale must be positive"), (dict(scale=math.nan), "scale"),
+    (dict(impl="flash"), "impl='flash' is unknown")])
+def test_errors(change, message):
+    good = dict(q=torch.zeros(8, 4, 16), k=torch.zeros(8, 2, 16), v=torch.zeros(8, 2, 16), until=torch.full((2, 8), 8).int())
+    shadow_attention(**good)
+    with pytest.raises(ValueError, match=message) as e:
+        shadow_attention(**{**good, **change})
+    assert "\n" not in str(e.value)
+
+
+@no_triton
+def test_triton_errors():
+    device = "cuda" if CUDA else "cpu"
+    for hs, dtype, message in ((16, torch.float64, "takes float32, bfloat16 or float16"), (136, torch.float32, "up to 128")):
+        q, k, v, _, until = case(8, 2, 1, hs, device, dtype)
+        with pytest.raises(ValueError, match=message):
+            shadow_attention(q, k, v, until, impl="triton")
+    if INTERPRET:
+        q, k, v, _, until = case(8, 2, 1, 16, dtype=torch.bfloat16)
+        with pytest.raises(ValueError, match="interpreter computes bfloat16 wrongly"):
+            shadow_attention(q, k, v, until, impl="triton")
+
+
+def test_dispatch():
+    q, k, v, _, until = case(40, 4, 2, 16)
+    assert torch.equal(shadow_attention(q, k, v, until), shadow_attention_ref(q, k, v, until))
+    low = shadow_attention(*(x.bfloat16() for x in (q, k, v)), until)  # computed in fp32, rounded once
+    assert low.dtype == torch.bfloat16
+    assert torch.equal(low, shadow_attention_ref(*(x.bfloat16().float() for x in (q, k, v)), until).bfloat16())
+    if triton is not None and not INTERPRET:
+        with pytest.raises(ValueError, match="needs CUDA tensors, got cpu"):
+            shadow_attention(q, k, v, until, impl="triton")
+
+
+def test_import_without_triton():
+    code = ("import sys; sys.modules['triton'] = None\n"
+            "import torch, shadow_attn\n"
+            "x = torch.ones(3, 1, 16); until = torch.full((1, 3), 3).int()\n"
+            "assert torch.equal(shadow_attn.shadow_attention(x, x, x, until), x)\n"
+            "try: shadow_attn.shadow_attention(x, x, x, until, impl='triton')\n"
+            "except ValueError as e: print(e)")
+    result = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
+    assert "needs the triton package, which is not installed" in result.stdout, result.stderr
+
+
+@pytest.mark.skipif(triton is None, reason="needs the triton package")
+def test_smaller_blocks_when_out_of_shared_memory(monkeypatch):
+    used = []
+
+    class Kernel:
+        __name__ = "toy"
+
+        def __getitem__(self, grid):
+            def call(*args, BLOCK_Q, BLOCK_K, **_):
+                used.append((grid, BLOCK_Q))
+                if BLOCK_Q > limit:
+                    raise triton.runtime.errors.OutOfResources(2 * 2 ** 16, 2 ** 16, "shared memory")
+            return call
+
+    monkeypatch.setattr(shadow_attn, "configs", lambda *_: [(128, 64, 4, 3), (64, 32, 4, 2), (32, 32, 4, 1)])
+    monkeypatch.setattr(shadow_attn, "SETTLED", {})
+    limit = 64
+    with pytest.warns(UserWarning, match="do not fit this card"):
+        shadow_attn.launch(Kernel(), torch.float16, 64, lambda bq, bk: 256 // bq)
+    shadow_attn.launch(Kernel(), torch.float16, 64, lambda bq, bk: 256 // bq)  # remembered: no second failure
+    assert used == [((2,), 128), ((4,), 64), ((4,), 64)]
+    limit = 16
+    with pytest.warns(UserWarning), pytest.raises(triton.runtime.errors.OutOfResources):
+        shadow_attn.launch(Kernel(), torch.float32, 64, lambda bq, bk: 256 // bq)
+
+
+def test_self_check_command():
+    env = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
+    result = subprocess.run([sys.executable, "shadow_attn.py"], cwd=ROOT, env=env, capture_output=True, text=True)
+    assert result.returncode == 0 and result.stdout.rstrip().endswith("ok"), result.stdout + result.stderr
