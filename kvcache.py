@@ -31,7 +31,7 @@ def score_snapkv(q, k, pool, rng):
     att = att.view(nkv, nh // nkv, W, P)
     row = torch.arange(P - W, P, device=q.device)[:, None]                            # (W, 1) causal inside the window
     att = att.masked_fill(torch.arange(P, device=q.device) > row, float("-inf")).softmax(-1)
-    votes = att.sum(2).mean(1)[:, :P - W]                                             # (nkv, P - W) the window has no vote on itself
+    votes = att.sum(2).mean(1)[:, :P - W]                                             # (nkv, P - W) the window is kept anyway
     votes = F.max_pool1d(votes[None], pool, stride=1, padding=pool // 2)[0]           # pads with -inf, never with a vote
     return F.pad(votes, (0, W))                                                       # (nkv, P)
 
@@ -50,7 +50,7 @@ EVICT = {"none": None, "snapkv": score_snapkv, "recent": score_recent, "random":
 
 
 def keep(score, budget, window, sinks):
-    """score (nkv, P) -> kept positions (nkv, budget), ascending: sinks, window, and the best of the rest; ties go to the earlier key."""
+    """score (nkv, P) -> kept positions (nkv, budget), ascending: sinks, window, the best of the rest; of equals the earlier key."""
     score = score.clone()
     score[:, :sinks] = float("inf")
     score[:, score.shape[1] - window:] = float("inf")
@@ -74,11 +74,11 @@ class KVCache:
         self.rng = torch.Generator().manual_seed(seed)
         B, L, nkv, hs = len(lengths), config.n_layer, config.n_kv_head, config.head_size
         self.n_kept = [P if self.score is None else min(P, budget) for P in self.lengths]
-        zeros = lambda *shape: torch.zeros(shape, device=device, dtype=dtype)
+        pairs = lambda rows, slots: [tuple(torch.zeros(rows, nkv, slots, hs, device=device, dtype=dtype) for _ in "kv") for _ in range(L)]
         # kept keys differ in number only between prompts shorter than the budget (or when nothing is evicted)
-        self.prompt = [(zeros(B, nkv, max(self.n_kept), hs), zeros(B, nkv, max(self.n_kept), hs)) for _ in range(L)]
+        self.prompt = pairs(B, max(self.n_kept))
         # the last sampled token is never fed back, so a response of R tokens has R - 1 keys
-        self.response = [(zeros(B * group, nkv, max_new_tokens - 1, hs), zeros(B * group, nkv, max_new_tokens - 1, hs)) for _ in range(L)]
+        self.response = pairs(B * group, max_new_tokens - 1)
         self.kept = [[None] * L for _ in range(B)]  # the log: [prompt][layer] -> (nkv, K) kept positions
         n = torch.tensor(self.n_kept, device=device)
         slot = torch.arange(max(self.n_kept), device=device)
@@ -100,14 +100,14 @@ class KVCache:
     def attend(self, layer, q, k, v):
         """One decoding step at one layer: every sample's new token attends to its prompt's kept keys, its own response, itself.
 
-        q (S, nh, hs), k, v (S, nkv, hs) with S = B x G; -> (S, nh, hs). The prompt part is read once per group, not per sample."""
+        q (S, nh, hs), k, v (S, nkv, hs) with S = B x G -> (S, nh, hs). The prompt part is read once per group of samples."""
         (S, nh, hs), nkv, G = q.shape, k.shape[1], self.group
         B, g = S // G, nh // nkv
         (kp, vp), (kr, vr) = self.prompt[layer], self.response[layer]
         kr[:, :, self.t], vr[:, :, self.t] = k, v
         kr, vr = kr[:, :, :self.t + 1], vr[:, :, :self.t + 1]                               # (S, nkv, t+1, hs)
         q = q.view(B, G, nkv, g, hs)
-        by_prompt = lambda x: x.transpose(1, 2).reshape(B, nkv, G * g, -1)                  # (B, G, nkv, g, .) -> (B, nkv, G*g, .)
+        by_prompt = lambda x: x.transpose(1, 2).reshape(B, nkv, G * g, -1)  # (B, G, nkv, g, .) -> (B, nkv, G*g, .)
         by_sample = lambda x: x.view(B, nkv, G, g, -1).transpose(1, 2).reshape(S, nkv, g, -1)
         sp = matmul32(by_prompt(q), kp.transpose(-1, -2))                                   # (B, nkv, G*g, K)
         if self.padding is not None:
@@ -161,4 +161,5 @@ if __name__ == "__main__":  # draw what each method keeps of one prompt of the e
                 mark = lambda j: "." if j not in kept else "s" if j < 2 else "w" if j >= len(ids) - 12 else "k"
                 print(f"layer {layer} head {head} {''.join(map(mark, range(len(ids))))}")
     code = tok.encode(p.answer)
-    print("               " + "".join("^" if any(ids[j - i:j - i + len(code)] == code for i in range(len(code))) else " " for j in range(len(ids))))
+    at = [j for j in range(len(ids)) if ids[j:j + len(code)] == code]
+    print(" " * 15 + "".join("^" if any(s <= j < s + len(code) for s in at) else " " for j in range(len(ids))))

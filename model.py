@@ -103,7 +103,8 @@ def rope_frequencies(config):
     if rope["rope_type"] == "default":
         return freq
     if rope["rope_type"] == "llama3":
-        missing = [k for k in ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings") if k not in rope]
+        need = ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
+        missing = [k for k in need if k not in rope]
         if missing:
             raise ValueError(f"rope_type llama3 needs {', '.join(missing)}")
         # turns made within the original context: few turns -> stretched by `factor`, many -> untouched, linear between
@@ -296,7 +297,8 @@ class Transformer(nn.Module):
         """Write config.json and model.safetensors into folder `path`; transformers' AutoModelForCausalLM reads it."""
         from safetensors.torch import save_file
         os.makedirs(path, exist_ok=True)
-        tensors = {(k if k.startswith("lm_head.") else "model." + k): p.detach().cpu().contiguous() for k, p in self.named_parameters()}
+        name = lambda k: k if k.startswith("lm_head.") else "model." + k
+        tensors = {name(k): p.detach().cpu().contiguous() for k, p in self.named_parameters()}
         save_file(tensors, os.path.join(path, "model.safetensors"), metadata={"format": "pt"})
         name = str(self.dtype).removeprefix("torch.")
         raw = {k: v for k, v in self.config.raw.items() if k not in ("dtype", "torch_dtype")}

@@ -46,7 +46,7 @@ class Rollout:
 
 
 def prefill(model, cache, prompts, max_rows):
-    """Run the prompts densely, packed into rows of about `max_rows` tokens, filling `cache`. -> logits of their last tokens (B, V)"""
+    """Run the prompts densely, packed into rows of about `max_rows` tokens, filling `cache`. -> last tokens' logits (B, V)"""
     logits, b = [], 0
     while b < len(prompts):
         chunk = [b]
@@ -56,7 +56,7 @@ def prefill(model, cache, prompts, max_rows):
         ids = torch.tensor([t for i in chunk for t in prompts[i]], device=model.device)              # (N,)
         pos = torch.cat([torch.arange(n, device=model.device) for n in sizes])                       # (N,)
         ends = torch.tensor(sizes, device=model.device).cumsum(0)                                     # (prompts,)
-        until = ends.repeat_interleave(torch.tensor(sizes, device=model.device)).int()               # a key dies where its prompt ends
+        until = ends.repeat_interleave(torch.tensor(sizes, device=model.device)).int()               # (N,) ends of prompts
         until = until.expand(model.config.n_kv_head, -1).contiguous()                                 # (nkv, N)
         starts = (ends - torch.tensor(sizes, device=model.device)).tolist()
 
@@ -73,7 +73,7 @@ def prefill(model, cache, prompts, max_rows):
 
 
 def sample(logits, temperature, rng):
-    """logits (S, V) fp32 -> token (S,), its log-prob (S,) under softmax(logits / temperature); temperature 0 takes the maximum."""
+    """logits (S, V) fp32 -> token (S,), its log-prob (S,) under softmax(logits / temperature); temperature 0: the maximum."""
     logp = (logits / (temperature or 1.0)).log_softmax(-1)                                            # (S, V)
     noise = 0.0
     if temperature:  # argmax of log-probs plus Gumbel noise is an exact sample (the Gumbel-max trick)
@@ -95,9 +95,9 @@ def check_request(model, prompts, group, max_new_tokens, temperature, response_b
         if len(p) == 0:
             raise ValueError(f"prompt {b} is empty")
         if len(p) + max_new_tokens > c.max_pos:
-            raise ValueError(f"prompt {b} has {len(p)} tokens; with {max_new_tokens} new ones that exceeds the model's context of {c.max_pos}")
+            raise ValueError(f"prompt {b} has {len(p)} tokens; with {max_new_tokens} new ones that exceeds the context of {c.max_pos}")
         if min(p) < 0 or max(p) >= c.vocab_size:
-            raise ValueError(f"prompt {b} holds token id {min(p) if min(p) < 0 else max(p)}, outside the vocabulary of {c.vocab_size}")
+            raise ValueError(f"prompt {b} holds token id {min(p) if min(p) < 0 else max(p)}, the vocabulary has {c.vocab_size}")
 
 
 @torch.no_grad()
@@ -119,9 +119,9 @@ def generate(model, prompts, group, max_new_tokens, temperature=1.0, evict="snap
     logps = torch.zeros(S, R, dtype=torch.float32, device=dev)
     lengths = torch.full((S,), R, device=dev)
     done = torch.zeros(S, dtype=torch.bool, device=dev)
-    start = torch.tensor([len(p) for p in prompts], device=dev).repeat_interleave(group)              # (S,) position of response token 0
+    start = torch.tensor([len(p) for p in prompts], device=dev).repeat_interleave(group)              # (S,) first position
 
-    logits = prefill(model, cache, prompts, prefill_rows).repeat_interleave(group, 0)                 # (S, V) each row draws its own token
+    logits = prefill(model, cache, prompts, prefill_rows).repeat_interleave(group, 0)                 # (S, V) each row draws
     for t in range(R):
         token, logp = sample(logits, temperature, rng)
         tokens[:, t] = token.where(~done, 0)
@@ -139,8 +139,9 @@ def generate(model, prompts, group, max_new_tokens, temperature=1.0, evict="snap
     per_key = c.kv_bytes_per_token(model.dtype)
     total, own = sum(len(p) for p in prompts), S * (R - 1)  # prompt tokens; response keys
     shape = lambda x: x.view(B, group, *x.shape[1:])
-    return Rollout(prompts, shape(tokens), shape(lengths), shape(logps), temperature, [torch.stack(layers) for layers in cache.kept],
-                   torch.full((c.n_layer, c.n_kv_head, B, group, R), R, dtype=torch.int32, device=dev), shape(done),
+    until = torch.full((c.n_layer, c.n_kv_head, B, group, R), R, dtype=torch.int32, device=dev)  # no response key is evicted
+    kept = [torch.stack(layers) for layers in cache.kept]
+    return Rollout(prompts, shape(tokens), shape(lengths), shape(logps), temperature, kept, until, shape(done),
                    dict(kept=cache.nbytes(), dense=(total * group + own) * per_key, dense_shared=(total + own) * per_key))
 
 
@@ -179,7 +180,7 @@ def pack(rollout, policies=("dense", "shadow")):
         shadow = end - sum(n - 1 for n in lengths[b]) if "shadow" in policies else end  # where evicted keys die
         kept = rollout.kept[b]
         if kept.shape[:2] != (L, nkv) or kept.max() >= P:
-            raise ValueError(f"kept of prompt {b} is {tuple(kept.shape)} up to position {int(kept.max())}, the prompt has {P} tokens")
+            raise ValueError(f"kept of prompt {b} is {tuple(kept.shape)} up to {int(kept.max())}, the prompt has {P} tokens")
         death = torch.full((L, nkv, size), shadow, dtype=torch.int32, device=dev)
         death[:, :, :P].scatter_(2, kept, end)
         ids.append(torch.tensor(prompt, device=dev))
@@ -210,7 +211,8 @@ if __name__ == "__main__":  # python rollout.py --prompt "..." [--model folder o
     a.add_argument("--prompt", required=True)
     a.add_argument("--model", default=os.path.join(os.path.dirname(os.path.abspath(__file__)), "assets", "model"))
     a.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    for name, default in dict(group=1, max_new_tokens=64, temperature=0.0, evict="snapkv", budget=256, window=32, sinks=4, pool=7, seed=0).items():
+    for name, default in dict(group=1, max_new_tokens=64, temperature=0.0, evict="snapkv", budget=256, window=32, sinks=4, pool=7,
+                              seed=0).items():
         a.add_argument(f"--{name}", default=default, type=type(default))
     a = vars(a.parse_args())
     try:
@@ -224,4 +226,5 @@ if __name__ == "__main__":  # python rollout.py --prompt "..." [--model folder o
         raise SystemExit(f"error: {e}")
     for tokens, n in zip(r.tokens[0].tolist(), r.lengths[0].tolist()):
         print(tok.decode(tokens[:n]))
-    print(f"[{len(ids)} prompt tokens, {r.kept[0].shape[2]} kept per layer and KV head ({a['evict']}); KV bytes {r.kv['kept']:,}, dense {r.kv['dense']:,}]")
+    print(f"[{len(ids)} prompt tokens, {r.kept[0].shape[2]} kept per layer and KV head ({a['evict']}); "
+          f"KV bytes {r.kv['kept']:,}, dense {r.kv['dense']:,}]")

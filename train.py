@@ -79,10 +79,10 @@ eval_batch = 64           # problems decoded at once
 save_every = 40           # steps between checkpoints
 # ---------------------------------------------------------------------------------------------------------------------
 DEFAULTS = {k: v for k, v in globals().items() if isinstance(v, (bool, int, float, str)) and not k.startswith("_")}
-CHOICES = dict(evict=list(EVICT), learner=["shadow", "dense"], distill_to=["dense", "shadow"], norm=["sequence", "token", "constant"],
-               dtype=["auto", "float32", "bfloat16"])
+CHOICES = dict(evict=list(EVICT), learner=["shadow", "dense"], distill_to=["dense", "shadow"],
+               norm=["sequence", "token", "constant"], dtype=["auto", "float32", "bfloat16"])
 REFUSED = dict.fromkeys(("top_p", "top_k", "min_p"), "it cuts the support the learner scores, so every ratio would be biased")
-MAY_CHANGE = {"resume", "overwrite", "steps", "eval_every", "eval_problems", "eval_batch", "save_every", "out_dir", "device"}  # on resume
+MAY_CHANGE = {"resume", "overwrite", "out_dir", "device", "steps", "eval_every", "eval_problems", "eval_batch", "save_every"}  # on resume
 
 
 def settings(argv):
@@ -127,7 +127,7 @@ def prepare_out(c):
         changed = [k for k in DEFAULTS if k not in MAY_CHANGE and state["config"].get(k) != getattr(c, k)]
         if changed:
             k = changed[0]
-            raise ValueError(f"resume: {k} was {state['config'].get(k)!r} in the run that {c.out_dir!r} holds, now it is {getattr(c, k)!r}")
+            raise ValueError(f"resume: {k} was {state['config'].get(k)!r} in the run in {c.out_dir!r}, now it is {getattr(c, k)!r}")
     elif held:
         for name in ("ckpt.pt", "log.jsonl", "samples.txt", "config.json"):
             if os.path.exists(os.path.join(c.out_dir, name)):
@@ -213,8 +213,9 @@ def learn(net, opt, rollout, adv, c, lr):
             opt.collect()
             old.setdefault(i, logp.detach())
             if update == 0:
-                for k, x in dict(gap=(logp.detach() - r.logp_roll).abs(), **{k: out[k] for k in ("accept", "entropy") if k in out}).items():
-                    first.setdefault(k, []).append(x[r.mask])
+                out["gap"] = (logp.detach() - r.logp_roll).abs()
+                for k in {"gap", "entropy", "accept"} & out.keys():
+                    first.setdefault(k, []).append(out[k][r.mask])
         sums["grad_norm"] = opt.step(lr, c.grad_clip)
         log = log or sums
     if c.updates > 1:
@@ -253,7 +254,8 @@ def setup(argv):
     net = Transformer.from_pretrained(folder, device=c.device, dtype=getattr(torch, c.dtype))
     net.vocab_used = min(len(tok), net.config.vocab_size)
     if c.prompt_tokens + c.max_new_tokens > net.config.max_pos:
-        raise ValueError(f"prompt_tokens {c.prompt_tokens} + max_new_tokens {c.max_new_tokens} exceed the model's context of {net.config.max_pos}")
+        raise ValueError(f"prompt_tokens {c.prompt_tokens} + max_new_tokens {c.max_new_tokens} exceed the model's context of "
+                         f"{net.config.max_pos}")
     problems = Problems(c, tok)
     problems.get("eval", [0])
     state = prepare_out(c)
@@ -263,23 +265,28 @@ def setup(argv):
     return c, folder, tok, net, problems, opt, state
 
 
+def introduce(c, folder, net):
+    """Print the facts that decide speed and memory."""
+    per_token, cuda = net.config.kv_bytes_per_token(net.dtype), c.device.startswith("cuda")
+    keys = c.prompt_tokens if c.evict == "none" else min(c.budget, c.prompt_tokens)  # per prompt
+    kept = c.prompts * keys + c.prompts * c.group * (c.max_new_tokens - 1)
+    dense = c.prompts * c.group * (c.prompt_tokens + c.max_new_tokens - 1)
+    print(f"torch {torch.__version__}, {torch.cuda.get_device_name() if cuda else f'{torch.get_num_threads()} CPU threads'}, {c.dtype} "
+          f"weights, fp32 masters, attention by the {'Triton kernel' if cuda else 'PyTorch reference'}")
+    print(f"{folder}: {net.config.arch}, {sum(p.numel() for p in net.parameters()) / 1e6:.2f}M parameters, {per_token:,} KV bytes per token")
+    print(f"{c.task}: prompts of up to {c.prompt_tokens} tokens, {keys} keys kept per layer and KV head ({c.evict}); a rollout of "
+          f"{c.prompts} x {c.group} samples holds up to {kept * per_token:,} KV bytes, {dense * per_token:,} if each kept all of its prompt")
+    print("the policy term of the loss is about 0 in value, not in gradient: each rollout is used once, so the ratio is 1"
+          if c.updates == 1 else f"{c.updates} updates per rollout: the ratio is 1 in the first only")
+
+
 def main(argv):
     try:
         c, folder, tok, net, problems, opt, state = setup(argv)
     except (ValueError, OSError) as e:
         sys.exit(f"error: {e}")
     step0, evals = (state["step"], state["evals"]) if state else (0, [])
-    per_token = net.config.kv_bytes_per_token(net.dtype)
-    print(f"torch {torch.__version__}, {torch.cuda.get_device_name() if c.device.startswith('cuda') else str(torch.get_num_threads()) + ' CPU threads'}, "
-          f"{c.dtype} weights, fp32 masters, attention: {'Triton kernel' if c.device.startswith('cuda') else 'PyTorch reference'}")
-    print(f"{folder}: {net.config.arch}, {sum(p.numel() for p in net.parameters()) / 1e6:.2f}M parameters, {per_token} KV bytes per token; "
-          f"a prompt of {c.prompt_tokens} tokens takes {c.prompt_tokens * per_token:,} bytes dense, "
-          f"{(c.prompt_tokens if c.evict == 'none' else min(c.budget, c.prompt_tokens)) * per_token:,} kept ({c.evict})")
-    keys = c.prompts * (c.prompt_tokens if c.evict == "none" else min(c.budget, c.prompt_tokens)), c.prompts * c.group * (c.max_new_tokens - 1)
-    print(f"a rollout of {c.prompts} prompts x {c.group} samples holds at most {sum(keys) * per_token:,} bytes of KV; "
-          f"{(c.prompts * c.group * c.prompt_tokens + keys[1]) * per_token:,} if every sample kept all of its prompt")
-    print("loss: the policy term is 0 in value, not in gradient, when each rollout is used once (ratio 1, advantages sum to 0)")
-
+    introduce(c, folder, net)
     interrupted = []
 
     def on_interrupt(signum, frame):
@@ -296,8 +303,17 @@ def main(argv):
     except OSError as e:
         sys.exit(f"error: {e}")
     if step < c.steps:
-        print(f"saved; go on with --resume=True --out_dir={c.out_dir}" if step > step0 else "no step was finished, nothing to save")
+        print(f"saved; go on with --resume=True --out_dir={c.out_dir}" if step > step0 else "no step was finished: nothing saved")
         sys.exit(130)
+
+
+def show(log):
+    """One line per step, fixed width. gap: learner against sampler; accept: overlap of the two policies, mean and 5th percentile;
+    clip: clipped tokens; trunc: responses cut short; equal: groups whose samples all earned the same; seconds rollout + update."""
+    accept = f"accept {log['accept']:.3f} p05 {log['accept_p05']:.3f} | " if "accept" in log else ""
+    return (f"step {log['step']:4d} | reward {log['reward']:.3f} | loss {log['loss']:+.4f} kl {log['kl']:.4f} | gap {log['gap']:.1e} "
+            f"max {log['gap_max']:.1e} | {accept}ent {log['entropy']:.2f} | clip {log['clip_frac']:.2f} trunc {log['truncated']:.2f} "
+            f"equal {log['equal']:.2f} | grad {log['grad_norm']:.2f} | {log['rollout_s']:.1f}+{log['learn_s']:.1f} s")
 
 
 def loop(c, tok, net, problems, opt, step0, evals, interrupted):
@@ -306,10 +322,11 @@ def loop(c, tok, net, problems, opt, step0, evals, interrupted):
     while True:
         # 0. evaluate on held-out problems, also before the first step and after the last
         if (step % c.eval_every == 0 or step == c.steps) and not (evals and evals[-1]["step"] == step):
-            dense = evaluate(net, tok, problems, c, "none")
-            evals.append(dict(step=step, eval_dense=dense, eval_compressed=evaluate(net, tok, problems, c, c.evict)))
+            e = {f"eval_{name}": evaluate(net, tok, problems, c, evict) for name, evict in (("dense", "none"), ("compressed", c.evict))}
+            evals.append(dict(step=step, **e))
             write(c, evals[-1])
-            print(f"eval {step:4d} | held-out reward, greedy: compressed cache {evals[-1]['eval_compressed']:.3f}, dense cache {dense:.3f}", flush=True)
+            print(f"eval {step:4d} | held-out reward, greedy: compressed cache {e['eval_compressed']:.3f}, "
+                  f"dense cache {e['eval_dense']:.3f}", flush=True)
         if step >= c.steps or interrupted:
             return step
         t0 = time.time()
@@ -320,8 +337,8 @@ def loop(c, tok, net, problems, opt, step0, evals, interrupted):
         rollout = generate(net, ids, c.group, c.max_new_tokens, c.temperature, c.evict, c.budget, c.window, c.sinks,
                            stop_ids=tok.stop_ids, seed=c.seed * 1_000_003 + step, pool=c.pool)
         # 3. reward the decoded text; what was sampled is never encoded again
-        texts = [[tok.decode(rollout.tokens[b, g, :rollout.lengths[b, g]].tolist()) for g in range(c.group)] for b in range(c.prompts)]
-        rewards = torch.tensor([[reward(p, t, c.format_bonus) for t in row] for p, row in zip(batch, texts)], device=net.device)  # (B, G)
+        texts = [[tok.decode(t[:n]) for t, n in zip(*row)] for row in zip(rollout.tokens.tolist(), rollout.lengths.tolist())]
+        rewards = torch.tensor([[reward(p, t, c.format_bonus) for t in row] for p, row in zip(batch, texts)], device=net.device)
         t1 = time.time()
         # 4. advantages within each group
         adv = advantages(rewards, c.norm)  # (B, G)
@@ -330,18 +347,17 @@ def loop(c, tok, net, problems, opt, step0, evals, interrupted):
         t2 = time.time()
         # 6. log and save
         log = dict(step=step, reward=rewards.mean().item(), **log, equal=(rewards == rewards[:, :1]).all(1).float().mean().item(),
-                   truncated=1 - rollout.stopped.float().mean().item(), tokens=rollout.lengths.sum().item(), kv_bytes=rollout.kv["kept"],
-                   kv_dense=rollout.kv["dense"], kv_dense_shared=rollout.kv["dense_shared"], rollout_s=t1 - t0, learn_s=t2 - t1,
-                   **(dict(peak_gb=torch.cuda.max_memory_allocated() / 1e9) if c.device.startswith("cuda") else {}))
+                   truncated=1 - rollout.stopped.float().mean().item(), tokens=rollout.lengths.sum().item(),
+                   **{f"kv_{k}": v for k, v in rollout.kv.items()}, rollout_s=t1 - t0, learn_s=t2 - t1)
+        if c.device.startswith("cuda"):
+            log["peak_gb"] = torch.cuda.max_memory_allocated() / 1e9
         write(c, log)
-        accept = f"{log['accept']:.3f} p05 {log['accept_p05']:.3f}" if "accept" in log else "-"
         eta = (time.time() - start) / (step + 1 - step0) * (c.steps - step - 1) / 60
-        print(f"step {step:4d} | reward {log['reward']:.3f} | loss {log['loss']:+.4f} kl {log['kl']:.4f} | gap {log['gap']:.1e} max {log['gap_max']:.1e} | "
-              f"accept {accept} | ent {log['entropy']:.2f} | clip {log['clip_frac']:.2f} trunc {log['truncated']:.2f} equal {log['equal']:.2f} | "
-              f"grad {log['grad_norm']:.2f} | {log['rollout_s']:.1f}+{log['learn_s']:.1f} s | eta {eta:.1f} min", flush=True)
+        print(show(log) + f" | eta {eta:.1f} min", flush=True)
         if step % c.save_every == 0:
             with open(os.path.join(c.out_dir, "samples.txt"), "a", encoding="utf-8") as f:
-                f.write("".join(f"--- step {step}\n{batch[0].text}\n>>> {texts[0][g]!r} (answer {batch[0].answer}) reward {rewards[0, g].item():.2f}\n" for g in (0, 1)))
+                for text, r in list(zip(texts[0], rewards[0].tolist()))[:2]:
+                    f.write(f"--- step {step}\n{batch[0].text}\n>>> {text!r} (answer {batch[0].answer}) reward {r:.2f}\n")
         step += 1
         if step % c.save_every == 0 or step == c.steps or interrupted:
             save(os.path.join(c.out_dir, "ckpt.pt"), dict(opt.state(), step=step, evals=evals, config=vars(c), kv=rollout.kv))
@@ -351,8 +367,8 @@ def finish(c, folder, net, evals):
     """Save the model in Hugging Face format with its tokenizer and say what was reached."""
     target = os.path.join(c.out_dir, "model")
     net.save_pretrained(target)
-    for name in os.listdir(folder):
-        if name != "config.json" and not name.endswith((".safetensors", ".safetensors.index.json")) and os.path.isfile(os.path.join(folder, name)):
+    for name in os.listdir(folder):  # tokenizer, chat template, generation_config.json
+        if name != "config.json" and name.endswith((".json", ".jinja")) and not name.endswith(".index.json"):
             shutil.copy(os.path.join(folder, name), target)
     kv = torch.load(os.path.join(c.out_dir, "ckpt.pt"), map_location="cpu", weights_only=True)["kv"]
     print(f"model saved to {target}")

@@ -264,7 +264,7 @@ def test_weights_are_read_afresh(model):
     ("budget 10 must be above window \\+ sinks", dict(budget=10)),
     ("unknown eviction method 'h2o2'", dict(evict="h2o2")),
     ("pool 4 odd", dict(pool=4)),
-    ("exceeds the model's context of 512", dict(max_new_tokens=500)),
+    ("exceeds the context of 512", dict(max_new_tokens=500)),
     ("prompt 1 is empty", dict(prompts=[[1], []])),
     ("token id 50", dict(prompts=[[1, 50]])),
     ("temperature -1", dict(temperature=-1)),

@@ -44,7 +44,7 @@ def test_run_leaves_what_it_promises(finished):
     assert [r["step"] for r in steps] == [0, 1, 2, 3] and [r["step"] for r in log if "eval_compressed" in r] == [0, 2, 4]
     for r in steps:
         assert r["gap_max"] <= 1e-4  # the replay identity, in the loop itself
-        assert r["kv_bytes"] < r["kv_dense_shared"] < r["kv_dense"]
+        assert r["kv_kept"] < r["kv_dense_shared"] < r["kv_dense"]
         assert 0 < r["accept_p05"] <= r["accept"] <= 1 and r["grad_norm"] > 0
     assert json.load(open(os.path.join(out, "config.json")))["group"] == 4
     assert ">>>" in open(os.path.join(out, "samples.txt")).read()
