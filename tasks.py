@@ -7,7 +7,7 @@ depth per fact, adds as many sentences as fit into `tokens`, and puts the questi
 (task, split, seed, index), so the position in the data is one integer and training never sees a held-out problem.
 
 A prompt has at most `tokens` tokens as `encode` counts them (chat template included) and one sentence more would not fit, so
-it falls short by less than one sentence: 8 tokens on average, at most about 20. kv stops where its keys run out.
+it falls short by less than one sentence: 4 or 5 tokens on average, seldom more than 10. kv stops where its keys run out.
 
 Left out on purpose: RULER's essays (a download), its multi-answer variants (no partial credit in the reward), word counting.
 """
@@ -86,6 +86,18 @@ def codes(rng, n):
     return [str(c) for c in rng.sample(range(1000, 10000), n)]
 
 
+def coded_keys(rng):
+    """(key, code) pairs without repetition: 122 keys of one word first, then 1,386 of two; enough for about 14,000 tokens."""
+    seen = set()
+    for keys in (THINGS, [f"{kind} {place}" for kind in KINDS for place in PLACES]):
+        for key in rng.sample(keys, len(keys)):
+            code = rng.randrange(1000, 10000)
+            while code in seen:
+                code = rng.randrange(1000, 10000)
+            seen.add(code)
+            yield key, str(code)
+
+
 # ---- the tasks: rng -> facts to hide (their order is drawn later), supply of other sentences, question, answer
 
 def needle(rng):
@@ -94,11 +106,9 @@ def needle(rng):
 
 
 def kv(rng):
-    # one-word keys first, so that a short prompt has no others; 1,460 keys last for about 14,000 tokens
-    keys, pairs = rng.sample(THINGS, len(THINGS)), [f"{kind} {place}" for kind in KINDS for place in PLACES]
-    keys += rng.sample(pairs, len(pairs))
-    facts = [f"The code for {key} is {code}." for key, code in zip(keys, codes(rng, len(keys)))]
-    return facts[:1], iter(facts[1:]), f"What is the code for {keys[0]}?", facts[0][-5:-1]
+    facts = coded_keys(rng)
+    key, code = next(facts)
+    return [f"The code for {key} is {code}."], (f"The code for {k} is {c}." for k, c in facts), f"What is the code for {key}?", code
 
 
 def own(rng):

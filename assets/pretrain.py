@@ -1,7 +1,7 @@
 """
 Makes the small checkpoint in assets/model/ from nothing: a tokenizer, a Qwen3-shaped model of 1.1 M parameters, its training.
 
-    python assets/pretrain.py
+    python assets/pretrain.py [FOLDER]      # assets/model unless named
 
 The idea. The checkpoint should be able to look up a code in a list of facts, but not surely: reinforcement learning needs
 something to improve. Trained on the task alone the model stalls at "some number of the list" (256 M tokens were not enough
@@ -31,7 +31,6 @@ import tasks  # noqa: E402
 from model import Config, Transformer  # noqa: E402
 from tokenizer import BYTE_OF, Tokenizer  # noqa: E402
 
-out_dir = sys.argv[1] if len(sys.argv) > 1 else os.path.join(HERE, "model")
 seed = 0
 shape = dict(hidden_size=128, intermediate_size=384, num_hidden_layers=4, num_attention_heads=4, num_key_value_heads=2, head_dim=32)
 learning_rate, weight_decay, clip, warmup = 2e-3, 0.01, 1.0, 50  # the rate is halved in stage 2
@@ -62,8 +61,8 @@ def build_tokenizer():
     for n in range(1000):
         a, b, c = f"{n:03d}"
         merge(*((a, b + c) if b + c < a + b else (a + b, c)))  # the pair with the lower id merges first
-    text = "\n".join(tasks.problem(t, "train", 0, i, 400, str.split).text for t in tasks.TASKS for i in range(50)) + "\nAnswer"
-    text += " " + " ".join(tasks.THINGS + tasks.KINDS + tasks.PLACES + tasks.NAMES)
+    text = "\n".join([*tasks.FILLER, *(tasks.problem(t, "train", 0, 0, 60, str.split).text for t in tasks.TASKS), "Answer"])
+    text += " " + " ".join(tasks.FILLER + tasks.THINGS + tasks.KINDS + tasks.PLACES + tasks.NAMES)
     # words after a space come first: else the merges of words that start a line would be tried inside them
     for word in sorted(set(re.findall(" [A-Za-z]+", text))) + sorted(set(re.findall("^[A-Za-z]+", text, re.M))):
         word = word.replace(" ", char[32])
@@ -154,34 +153,37 @@ def evaluate(model, tok, n=128):
     return sampled, greedy
 
 
-def write(name, content):
-    with open(os.path.join(out_dir, name), "w", encoding="utf-8") as f:
-        json.dump(content, f, indent=None if name == "tokenizer.json" else 2, ensure_ascii=False)
+def write_json(folder):
+    """Everything of the checkpoint but its weights. -> config.json as a dict"""
+    tokenizer = build_tokenizer()
+    stop = len(tokenizer["model"]["vocab"])
+    config = dict(architectures=["Qwen3ForCausalLM"], model_type="qwen3", **shape, vocab_size=stop + 1, tie_word_embeddings=True,
+                  max_position_embeddings=2048, rms_norm_eps=1e-6, rope_theta=10000.0, attention_bias=False, hidden_act="silu",
+                  eos_token_id=stop)
+    os.makedirs(folder, exist_ok=True)
+    for name, content in (
+            ("config", config), ("tokenizer", tokenizer), ("generation_config", dict(eos_token_id=stop, do_sample=True, temperature=1.0)),
+            ("tokenizer_config", dict(tokenizer_class="PreTrainedTokenizerFast", eos_token=STOP, clean_up_tokenization_spaces=False))):
+        with open(os.path.join(folder, name + ".json"), "w", encoding="utf-8") as f:
+            json.dump(content, f, indent=None if name == "tokenizer" else 2, ensure_ascii=False)
+    return config
 
 
-def main():
+def main(out_dir=os.path.join(HERE, "model")):
     torch.manual_seed(seed)
-    os.makedirs(out_dir, exist_ok=True)
-    spec = build_tokenizer()
-    stop = len(spec["model"]["vocab"])
-    raw = dict(architectures=["Qwen3ForCausalLM"], model_type="qwen3", **shape, vocab_size=stop + 1, max_position_embeddings=2048,
-               rms_norm_eps=1e-6, rope_theta=10000.0, tie_word_embeddings=True, attention_bias=False, hidden_act="silu", eos_token_id=stop)
-    write("config.json", raw)
-    write("tokenizer.json", spec)
-    write("tokenizer_config.json", dict(tokenizer_class="PreTrainedTokenizerFast", eos_token=STOP, clean_up_tokenization_spaces=False))
-    write("generation_config.json", dict(eos_token_id=stop, do_sample=True, temperature=1.0))
+    raw = write_json(out_dir)
     tok, model = Tokenizer(out_dir), new_model(raw)
     keys = {tok.encode(" " + thing)[0] for thing in tasks.THINGS}
     numbers = {tok.encode(f"{n:0{d}d}")[0] for d in (1, 2, 3) for n in range(10 ** d)}
-    others = {t for i in range(50) for task in tasks.TASKS for t in tok.encode(tasks.problem(task, "train", 0, i, 400, str.split).text)}
-    words = torch.tensor(sorted(keys | numbers | others))
-    print(f"{sum(p.numel() for p in model.parameters()):,} parameters, {stop + 1} tokens, {len(words)} of them in stage 1")
+    text = " ".join(tasks.FILLER + tasks.KINDS + tasks.PLACES + tasks.NAMES) + " code for is? Answer:"
+    words = torch.tensor(sorted(keys | numbers | set(tok.encode(text))))
+    print(f"{sum(p.numel() for p in model.parameters()):,} parameters, {len(tok)} tokens, {len(words)} of them in stage 1")
 
     opt = torch.optim.AdamW(model.parameters(), lr=learning_rate, betas=(0.9, 0.98), weight_decay=weight_decay)
     rng, start = torch.Generator().manual_seed(seed), time.time()
     stage, first, step, mean, removed, sampled = 1, 0, 0, 0.0, 1.0, 0.0
     while sampled < target:
-        ids, mask = copy_batch(rng, words) if stage == 1 else task_batch(step, tok, removed, keys | numbers | {stop})
+        ids, mask = copy_batch(rng, words) if stage == 1 else task_batch(step, tok, removed, keys | numbers | set(tok.stop_ids))
         loss, right = loss_on(model, ids, mask)
         opt.zero_grad()
         loss.backward()
@@ -205,4 +207,4 @@ def main():
 
 
 if __name__ == "__main__":
-    main()
+    main(*sys.argv[1:])

@@ -10,6 +10,7 @@ ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 sys.path.insert(0, ROOT)
 from tasks import TASKS, Problem, exact, file_problem, numbers, problem, prompt_encoder, read_problems, reward  # noqa: E402
 
+MODEL = os.path.join(ROOT, "assets", "model")
 LETTERS = re.compile(r"\w+|[^\w\s]").findall  # a stand-in tokenizer: words and punctuation marks
 
 
@@ -104,9 +105,10 @@ def test_a_problem_is_a_function_of_its_name(task):
 
 def test_this_text_on_every_machine():
     p = problem("kv", "train", 0, 0, 40, LETTERS)
-    assert p.text == ('The code for shoe is 9056. The code for orange is 4153. The code for barrel is 3836.'
+    assert p.text == ('The code for barrel is 6861. The code for shoe is 8496. The code for orange is 5510.'
                       '\nWhat is the code for barrel? Answer with the number only.')
-    assert p.answer == '3836'
+    assert p.answer == '6861'
+
 
 
 @pytest.mark.parametrize("task", TASKS)
@@ -212,3 +214,59 @@ def test_gsm8k():
     assert all(reward(p, s) == 1.0 for p, s in zip(problems, solutions))
     wrong = sum(reward(p, s) for p, s in zip(problems, solutions[1:]))
     assert wrong < 0.05 * len(problems)
+
+
+# ---- the embedded checkpoint, made by assets/pretrain.py
+
+@pytest.fixture(scope="module")
+def checkpoint():
+    from model import Transformer
+    from tokenizer import Tokenizer
+    return Transformer.from_pretrained(MODEL), Tokenizer(MODEL)
+
+
+def answers(checkpoint, n, **kw):
+    """Responses of the embedded checkpoint to the first n held-out default problems -> [(problem, [texts])]"""
+    from rollout import generate
+    model, tok = checkpoint
+    encode = prompt_encoder(tok)
+    problems = [problem("kv", "eval", 0, i, 192, encode) for i in range(n)]
+    r = generate(model, [encode(p.text) for p in problems], max_new_tokens=6, stop_ids=tok.stop_ids, **kw)
+    return [(p, [tok.decode(ids[:m]) for ids, m in zip(t.tolist(), l.tolist())]) for p, t, l in zip(problems, r.tokens, r.lengths)]
+
+
+def accuracy(pairs):
+    return sum(reward(p, text) for p, texts in pairs for text in texts) / sum(len(texts) for _, texts in pairs)
+
+
+def test_checkpoint_is_small_and_its_tokenizer_is_reproducible(checkpoint, tmp_path):
+    from assets.pretrain import write_json
+    model, tok = checkpoint
+    assert sum(e.stat().st_size for e in os.scandir(MODEL)) < 8e6 and model.config.vocab_size == len(tok) and not tok.has_chat
+    write_json(str(tmp_path))
+    for name in ("tokenizer.json", "tokenizer_config.json", "generation_config.json"):
+        assert (tmp_path / name).read_bytes() == open(os.path.join(MODEL, name), "rb").read()
+
+
+def test_checkpoint_tokenizer(checkpoint):
+    transformers = pytest.importorskip("transformers")
+    _, tok = checkpoint
+    theirs = transformers.AutoTokenizer.from_pretrained(MODEL)
+    texts = [problem(t, "eval", 0, i, 150, LETTERS).text + "\nAnswer:" for t in TASKS for i in range(20)]
+    texts += [f"{n}" for n in range(1000)] + [f"{n:03d}" for n in range(100)] + ["The Then apple Apple apples 12345678", "Thé  ü\n\n x'll"]
+    for text in texts:
+        assert tok.encode(text) == theirs.encode(text) and tok.decode(tok.encode(text)) == text
+    assert [tok.decode([i]) for i in tok.encode(" 4817")] == [" ", "481", "7"] and len(tok.encode(" apple is")) == 2
+    assert theirs.eos_token_id == tok.stop_ids[0] == len(tok) - 1
+
+
+def test_checkpoint_has_something_to_learn(checkpoint):
+    dense = accuracy(answers(checkpoint, 64, group=4, evict="none"))
+    assert 0.45 <= dense <= 0.65
+    sparse = accuracy(answers(checkpoint, 64, group=4, evict="snapkv", budget=24, window=12, sinks=2))
+    assert sparse < dense - 0.1
+
+
+def test_checkpoint_speaks(checkpoint):
+    (p, (text,)), = answers(checkpoint, 1, group=1, temperature=0.0, evict="none")
+    assert (p.answer, text) == ("", "")
