@@ -108,7 +108,8 @@ def needle(rng):
 def kv(rng):
     facts = coded_keys(rng)
     key, code = next(facts)
-    return [f"The code for {key} is {code}."], (f"The code for {k} is {c}." for k, c in facts), f"What is the code for {key}?", code
+    others = (f"The code for {k} is {c}." for k, c in facts)
+    return [f"The code for {key} is {code}."], others, f"What is the code for {key}?", code
 
 
 def own(rng):

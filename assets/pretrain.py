@@ -3,17 +3,20 @@ Makes the small checkpoint in assets/model/ from nothing: a tokenizer, a Qwen3-s
 
     python assets/pretrain.py [FOLDER]      # assets/model unless named
 
-The idea. The checkpoint should be able to look up a code in a list of facts, but not surely: reinforcement learning needs
-something to improve. Trained on the task alone the model stalls at "some number of the list" (256 M tokens were not enough
-to leave it). What gets it going is a curriculum with two stages:
+The idea. The checkpoint should look up a code in a list of facts, but not surely: RL needs something to improve. On real
+prompts right after copying the model stays at "some code of the list" (greedy 0.25 of 4 codes). A curriculum helps:
 1. copying. Rows of random tokens in which one span stands twice, at other places in every row, until the model continues the
    second occurrence: this forms the induction circuit (what came after this token the last time?).
 2. the task with gaps closed. " apple is 4817" answers "apple?" by induction only if nothing stands between key and code. So
-   every row first loses all its tokens but keys, digits and the stop token, then, as accuracy allows, fewer and fewer kinds
-   of them, until the rows are the real prompts. Each list of facts is asked about several times, to be efficient.
+   rows first lose all tokens but keys, digits and the stop token, then, as accuracy allows, fewer and fewer kinds of them,
+   until they are the real prompts. Each list of facts is asked about several times, to be efficient.
 Training ends early on purpose, when about half of the sampled answers to held-out problems are right.
 
-Left out on purpose: learning-rate decay, validation loss, resuming. The result varies a little with the number of threads.
+assets/model: this command, seed 0, 2 threads; about 860 steps of copying, 1,139 in all, 17 minutes on two CPU cores busy with
+other work too. Held-out prompts of 192 tokens, dense cache: a sampled answer (temperature 1) is right with probability 0.516, the
+greedy one in 0.930 of 128 (assets/pretrain.log). Another number of threads rounds differently; the result differs a little.
+
+Left out on purpose: learning-rate decay, validation loss, resuming.
 """
 import json
 import os
@@ -32,7 +35,8 @@ from model import Config, Transformer  # noqa: E402
 from tokenizer import BYTE_OF, Tokenizer  # noqa: E402
 
 seed = 0
-shape = dict(hidden_size=128, intermediate_size=384, num_hidden_layers=4, num_attention_heads=4, num_key_value_heads=2, head_dim=32)
+shape = dict(hidden_size=128, intermediate_size=384, num_hidden_layers=4, num_attention_heads=4, num_key_value_heads=2,
+             head_dim=32)
 learning_rate, weight_decay, clip, warmup = 2e-3, 0.01, 1.0, 50  # the rate is halved in stage 2
 copy_rows, copy_length = 64, 72      # stage 1: rows and tokens per row
 copy_until = 0.95                    # ... ends when this fraction of copied tokens is right (running mean)
@@ -161,9 +165,10 @@ def write_json(folder):
                   max_position_embeddings=2048, rms_norm_eps=1e-6, rope_theta=10000.0, attention_bias=False, hidden_act="silu",
                   eos_token_id=stop)
     os.makedirs(folder, exist_ok=True)
-    for name, content in (
-            ("config", config), ("tokenizer", tokenizer), ("generation_config", dict(eos_token_id=stop, do_sample=True, temperature=1.0)),
-            ("tokenizer_config", dict(tokenizer_class="PreTrainedTokenizerFast", eos_token=STOP, clean_up_tokenization_spaces=False))):
+    named = dict(tokenizer_class="PreTrainedTokenizerFast", eos_token=STOP, clean_up_tokenization_spaces=False)
+    sampling = dict(eos_token_id=stop, do_sample=True, temperature=1.0)
+    files = dict(config=config, tokenizer=tokenizer, tokenizer_config=named, generation_config=sampling)
+    for name, content in files.items():
         with open(os.path.join(folder, name + ".json"), "w", encoding="utf-8") as f:
             json.dump(content, f, indent=None if name == "tokenizer" else 2, ensure_ascii=False)
     return config

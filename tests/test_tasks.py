@@ -27,8 +27,8 @@ def test_a_right_answer_earns_one(text):
 
 
 @pytest.mark.parametrize("text", ["", "   \n", "<|end|>", "4817 or 9999", "9999 or 4817", "4817, 9999", "1234/4817", "48170",
-                                  "14817", "-4817", "4 817", "481", "4817.5", "X4817", "a4817", "4817 and also 1000 1001 1002", "٤٨١٧",
-                                  "4817e1 9", "four eight one seven"])
+                                  "14817", "-4817", "4 817", "481", "4817.5", "X4817", "a4817", "4817 and also 1000 1001 1002",
+                                  "٤٨١٧", "4817e1 9", "four eight one seven"])
 def test_a_hack_earns_nothing(text):
     assert score("kv", "4817", text) == 0.0
 
@@ -232,7 +232,8 @@ def answers(checkpoint, n, **kw):
     encode = prompt_encoder(tok)
     problems = [problem("kv", "eval", 0, i, 192, encode) for i in range(n)]
     r = generate(model, [encode(p.text) for p in problems], max_new_tokens=6, stop_ids=tok.stop_ids, **kw)
-    return [(p, [tok.decode(ids[:m]) for ids, m in zip(t.tolist(), l.tolist())]) for p, t, l in zip(problems, r.tokens, r.lengths)]
+    texts = [[tok.decode(ids[:n]) for ids, n in zip(t.tolist(), m.tolist())] for t, m in zip(r.tokens, r.lengths)]
+    return list(zip(problems, texts))
 
 
 def accuracy(pairs):
@@ -253,7 +254,8 @@ def test_checkpoint_tokenizer(checkpoint):
     _, tok = checkpoint
     theirs = transformers.AutoTokenizer.from_pretrained(MODEL)
     texts = [problem(t, "eval", 0, i, 150, LETTERS).text + "\nAnswer:" for t in TASKS for i in range(20)]
-    texts += [f"{n}" for n in range(1000)] + [f"{n:03d}" for n in range(100)] + ["The Then apple Apple apples 12345678", "Thé  ü\n\n x'll"]
+    texts += [f"{n}" for n in range(1000)] + [f"{n:03d}" for n in range(100)]
+    texts += ["The Then apple Apple apples 12345678", "Thé  ü\n\n x'll"]
     for text in texts:
         assert tok.encode(text) == theirs.encode(text) and tok.decode(tok.encode(text)) == text
     assert [tok.decode([i]) for i in tok.encode(" 4817")] == [" ", "481", "7"] and len(tok.encode(" apple is")) == 2
@@ -262,11 +264,11 @@ def test_checkpoint_tokenizer(checkpoint):
 
 def test_checkpoint_has_something_to_learn(checkpoint):
     dense = accuracy(answers(checkpoint, 64, group=4, evict="none"))
-    assert 0.45 <= dense <= 0.65
-    sparse = accuracy(answers(checkpoint, 64, group=4, evict="snapkv", budget=24, window=12, sinks=2))
-    assert sparse < dense - 0.1
+    assert 0.45 <= dense <= 0.6  # measured 0.508
+    # control: a window of 8 ends behind the key in the question, so the votes miss its code: 0.168
+    assert accuracy(answers(checkpoint, 64, group=4, evict="snapkv", budget=40, window=8, sinks=2)) < dense - 0.2
 
 
 def test_checkpoint_speaks(checkpoint):
-    (p, (text,)), = answers(checkpoint, 1, group=1, temperature=0.0, evict="none")
-    assert (p.answer, text) == ("", "")
+    greedy = answers(checkpoint, 3, group=1, temperature=0.0, evict="none")
+    assert [(p.answer, texts) for p, texts in greedy] == [(c, [f" {c}<|end|>"]) for c in ("9253", "4768", "1501")]
