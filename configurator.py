@@ -6,6 +6,7 @@ are mended: an unknown key is an error that names the nearest one, and a value m
 will do for a float).
 """
 import difflib
+import math
 import os
 
 
@@ -17,10 +18,12 @@ def set_key(config, key, value, where, choices, refused):
         near = difflib.get_close_matches(key, config, n=1, cutoff=0.0)[0]
         raise ValueError(f"{where}: unknown key {key!r}; the nearest is {near!r}")
     want = type(config[key])
-    if want is float and type(value) is int:
+    if want is float and type(value) is int and abs(value) < 10**300:
         value = float(value)
     if type(value) is not want:
         raise ValueError(f"{where}: {key} expects {want.__name__}, got {type(value).__name__} {value!r}")
+    if want is float and not math.isfinite(value):
+        raise ValueError(f"{where}: {key} must be a finite number, got {value}")
     if key in choices and value not in choices[key]:
         raise ValueError(f"{where}: {key} must be one of {', '.join(choices[key])}, got {value!r}")
     config[key] = value
@@ -51,9 +54,9 @@ def configure(defaults, argv, choices={}, refused={}):
             with open(arg, encoding="utf-8") as f:
                 try:
                     exec(compile(f.read(), arg, "exec"), scope)
-                except Exception as e:  # whatever a config file does wrong is the file's fault: say which file
+                except (Exception, SystemExit) as e:  # whatever a config file does wrong is the file's fault: say which file
                     line = f", line {e.lineno}" if isinstance(e, SyntaxError) else ""
-                    raise ValueError(f"{arg}{line}: {type(e).__name__}: {str(e).splitlines()[0]}") from None
+                    raise ValueError(f"{arg}{line}: {' '.join([type(e).__name__, *str(e).split()])}") from None
             for key, value in scope.items():
                 if not key.startswith("__"):
                     set_key(config, key, value, arg, choices, refused)

@@ -135,8 +135,8 @@ def check_eviction(evict, budget, window, sinks, pool=7):
     """Raise ValueError for an unknown method or a budget that leaves no key to choose."""
     if evict not in EVICT:
         raise ValueError(f"unknown eviction method {evict!r}: choose from {', '.join(EVICT)}")
-    if window < 1 or sinks < 0 or pool < 1 or pool % 2 == 0:
-        raise ValueError(f"window {window} must be at least 1, sinks {sinks} at least 0, pool {pool} odd")
+    if window < 1 or sinks < 0 or not 1 <= pool < 1000 or pool % 2 == 0:
+        raise ValueError(f"window {window} must be at least 1, sinks {sinks} at least 0, pool {pool} odd and below 1000")
     if evict != "none" and budget <= window + sinks:
         raise ValueError(f"budget {budget} must be above window + sinks = {window} + {sinks}, or no key is left to choose")
 

@@ -8,8 +8,9 @@ import torch
 
 
 class Masters:
-    """fp32 weights that the optimizer owns. The model may hold bf16 copies, read by sampler and learner alike: an update of
-    1e-6 is below bf16's spacing, so it must be summed up here. For an fp32 model the masters are its own parameters."""
+    """fp32 weights that the optimizer (AdamW) owns. c: settings with lr, beta2 and weight_decay. The model may hold bf16
+    copies: an update of 1e-6 is below bf16's spacing, so it must be summed up here. For an fp32 model the masters are its
+    own parameters."""
 
     def __init__(self, model, c):
         self.params = [p for p in model.parameters()]
@@ -25,7 +26,9 @@ class Masters:
 
     def step(self, lr, grad_clip):
         """Clip, update the masters, copy them down. -> gradient norm before clipping"""
-        norm = torch.nn.utils.clip_grad_norm_(self.masters, grad_clip, error_if_nonfinite=True)
+        norm = torch.nn.utils.clip_grad_norm_(self.masters, grad_clip)
+        if not norm.isfinite():
+            raise FloatingPointError(f"the gradient's norm is {norm.item()}: the weights were left as they are; lower lr?")
         for group in self.optimizer.param_groups:
             group["lr"] = lr
         self.optimizer.step()
@@ -44,7 +47,9 @@ class Masters:
 
     @torch.no_grad()
     def load(self, state):
-        for m, saved in zip(self.masters, state["masters"], strict=True):
+        if [m.shape for m in self.masters] != [saved.shape for saved in state["masters"]]:
+            raise ValueError("the checkpoint's weights have other shapes than the model")
+        for m, saved in zip(self.masters, state["masters"]):
             m.copy_(saved)
         self.optimizer.load_state_dict(state["optimizer"])
         self.copy_down()

@@ -86,6 +86,14 @@ class Config:
             tied=raw.get("tie_word_embeddings", False), qk_norm=spec["qk_norm"], mlp_bias=bool(raw.get("mlp_bias", False)),
             qkv_bias=bias if spec["qkv_bias"] is None else spec["qkv_bias"],
             o_bias=bias if spec["o_bias"] is None else spec["o_bias"], raw=raw)
+        sizes = dict(num_hidden_layers=config.n_layer, num_attention_heads=config.n_head, num_key_value_heads=config.n_kv_head,
+                     head_dim=config.head_size, hidden_size=config.width, intermediate_size=config.mlp_width,
+                     vocab_size=config.vocab_size, max_position_embeddings=config.max_pos)
+        for key, n in sizes.items():
+            if type(n) is not int or not 0 < n < 10**7:
+                raise ValueError(f"{key} must be a positive integer, got {n!r}")
+        if config.head_size % 2:
+            raise ValueError(f"head_dim must be even, got {config.head_size}")
         if config.n_head % config.n_kv_head:
             raise ValueError(f"{config.n_head} query heads do not divide into {config.n_kv_head} KV heads")
         rope_frequencies(config)  # an unknown rope_type fails here, before any weight is read
@@ -269,14 +277,24 @@ class Transformer(nn.Module):
         Raises ValueError or FileNotFoundError, naming the culprit, for an unknown architecture or rope_type, a missing or
         truncated file, and any tensor that is missing, unused or of the wrong shape."""
         path = find_checkpoint(path)
-        with open(os.path.join(path, "config.json"), encoding="utf-8") as f:
-            try:
+        file = os.path.join(path, "config.json")
+        try:
+            with open(file, encoding="utf-8") as f:
                 raw = json.load(f)
-            except ValueError as e:
-                raise ValueError(f"{f.name} is not valid JSON: {e}") from None
+        except ValueError as e:
+            raise ValueError(f"{file} is not valid JSON: {e}") from None
+        try:
+            config = Config.from_dict(raw)
+        except (ValueError, TypeError, AttributeError, ArithmeticError) as e:  # whatever types may stand in a JSON file
+            raise ValueError(f"{file}: {' '.join(str(e).split())}") from None
         with torch.device("meta"):  # no memory, no uninitialised weights: every tensor must come from the checkpoint
-            model = cls(Config.from_dict(raw))
-        tensors = {k.removeprefix("model."): t.to(device=device, dtype=dtype) for k, t in read_safetensors(path)}
+            model = cls(config)
+        tensors = {}
+        for k, t in read_safetensors(path):
+            k = k.removeprefix("model.")
+            if k in tensors or not t.is_floating_point():
+                raise ValueError(f"{path}: tensor {k} " + ("is there twice" if k in tensors else f"has dtype {t.dtype}"))
+            tensors[k] = t.to(device=device, dtype=dtype, copy=True)  # a copy: what is read is a view of the file
         if model.config.tied:
             tensors.pop("lm_head.weight", None)  # the config wins when a tied checkpoint carries both
         tensors = {k: t for k, t in tensors.items() if not k.endswith("rotary_emb.inv_freq")}  # old exports store a table
@@ -294,12 +312,19 @@ class Transformer(nn.Module):
         return model
 
     def save_pretrained(self, path):
-        """Write config.json and model.safetensors into folder `path`; transformers' AutoModelForCausalLM reads it."""
+        """Write config.json and model.safetensors into folder `path`; transformers' AutoModelForCausalLM reads it. The file
+        appears whole or not at all. Raises OSError."""
+        from safetensors import SafetensorError
         from safetensors.torch import save_file
         os.makedirs(path, exist_ok=True)
         name = lambda k: k if k.startswith("lm_head.") else "model." + k
         tensors = {name(k): p.detach().cpu().contiguous() for k, p in self.named_parameters()}
-        save_file(tensors, os.path.join(path, "model.safetensors"), metadata={"format": "pt"})
+        file = os.path.join(path, "model.safetensors")
+        try:
+            save_file(tensors, file + ".tmp", metadata={"format": "pt"})
+            os.replace(file + ".tmp", file)
+        except SafetensorError as e:
+            raise OSError(f"could not write {file}: {e}") from None
         name = str(self.dtype).removeprefix("torch.")
         raw = {k: v for k, v in self.config.raw.items() if k not in ("dtype", "torch_dtype")}
         with open(os.path.join(path, "config.json"), "w", encoding="utf-8") as f:

@@ -53,17 +53,18 @@ def prefill(model, cache, prompts, max_rows):
         while chunk[-1] + 1 < len(prompts) and sum(len(prompts[i]) for i in chunk) + len(prompts[chunk[-1] + 1]) <= max_rows:
             chunk.append(chunk[-1] + 1)
         sizes = [len(prompts[i]) for i in chunk]
+        n = torch.tensor(sizes, device=model.device)                                                  # (prompts,)
+        ends = n.cumsum(0)                                                                            # (prompts,) a key dies where
+        until = ends.repeat_interleave(n).int().expand(model.config.n_kv_head, -1).contiguous()       # (nkv, N)   its prompt ends
+        starts = (ends - n).tolist()
         ids = torch.tensor([t for i in chunk for t in prompts[i]], device=model.device)              # (N,)
-        pos = torch.cat([torch.arange(n, device=model.device) for n in sizes])                       # (N,)
-        ends = torch.tensor(sizes, device=model.device).cumsum(0)                                     # (prompts,)
-        until = ends.repeat_interleave(torch.tensor(sizes, device=model.device)).int()               # (N,) ends of prompts
-        until = until.expand(model.config.n_kv_head, -1).contiguous()                                 # (nkv, N)
-        starts = (ends - torch.tensor(sizes, device=model.device)).tolist()
+        pos = torch.cat([torch.arange(size, device=model.device) for size in sizes])                 # (N,)
 
         def attend(layer, q, k, v):
             y = shadow_attention(q, k, v, until)
-            for i, start, n in zip(chunk, starts, sizes):  # compressed before the next layer runs
-                cache.write_prompt(i, layer, q[start:start + n], k[start:start + n], v[start:start + n])
+            for i, start, size in zip(chunk, starts, sizes):  # compressed before the next layer runs
+                rows = slice(start, start + size)
+                cache.write_prompt(i, layer, q[rows], k[rows], v[rows])
             return y
 
         hidden = model(ids, pos, attend)                                                              # (N, C)
@@ -86,8 +87,8 @@ def check_request(model, prompts, group, max_new_tokens, temperature, response_b
     """Raise ValueError, naming the culprit, for a request that cannot be served as asked."""
     if not prompts or group < 1 or max_new_tokens < 1:
         raise ValueError(f"need at least one prompt, sample and new token: got {len(prompts)}, {group}, {max_new_tokens}")
-    if temperature < 0:
-        raise ValueError(f"temperature {temperature} is negative")
+    if not 0 <= temperature < float("inf"):
+        raise ValueError(f"temperature must be finite and not negative, got {temperature}")
     if response_budget is not None:
         raise ValueError("response_budget: evicting response keys while decoding is not built; leave it None")
     c = model.config
@@ -110,6 +111,8 @@ def generate(model, prompts, group, max_new_tokens, temperature=1.0, evict="snap
     stop_ids: a response ends with the first of these, which is part of it. Decoding ends when every row has ended.
     prefill_rows: prompt tokens per prefill pass. Raises ValueError for settings or prompts it cannot serve."""
     check_request(model, prompts, group, max_new_tokens, temperature, response_budget)
+    if prefill_rows < 1:
+        raise ValueError(f"prefill_rows must be at least 1, got {prefill_rows}")
     c, dev, B, S, R = model.config, model.device, len(prompts), len(prompts) * group, max_new_tokens
     prompts = [list(p) for p in prompts]
     cache = KVCache(c, [len(p) for p in prompts], group, R, evict, budget, window, sinks, pool, seed, dev, model.dtype)
@@ -169,6 +172,8 @@ def pack(rollout, policies=("dense", "shadow")):
     if len(rollout.prompts) != B or len(rollout.kept) != B or rollout.until.shape[2:] != (B, G, R):
         raise ValueError(f"the log does not fit {B} prompts x {G} samples x {R} tokens: kept for {len(rollout.kept)} prompts, "
                          f"until {tuple(rollout.until.shape)}")
+    if rollout.lengths.min() < 1 or rollout.lengths.max() > R:
+        raise ValueError(f"response lengths must be 1 to {R}, got {int(rollout.lengths.min())} to {int(rollout.lengths.max())}")
     lengths = rollout.lengths.tolist()
     ids, pos, until = [], [], []
     rows = {p: torch.full((B, G, R), -1, dtype=torch.int64) for p in policies}

@@ -17,7 +17,6 @@ import random
 import re
 from dataclasses import dataclass
 from decimal import Decimal
-from functools import lru_cache
 
 THINGS = """anchor apple arrow badge ball banner barrel basket bell blanket boat bottle bowl box bridge broom brush bucket button
 cabin camera candle carpet castle chain chair clock coat coin comb compass cup curtain desk diamond dish doll door drum engine
@@ -195,24 +194,26 @@ def check_split(split):
 
 # ---- problems from a file
 
-@lru_cache
 def read_problems(path):
     """A .jsonl file with {"prompt" or "question", "answer"} on each line -> tuple of Problems. Of a GSM8K answer
     ("... #### 42") only what follows the last #### counts. ValueError names the line that is wrong."""
     problems = []
-    with open(path, encoding="utf-8") as f:
+    with open(path, "rb") as f:
         for i, line in enumerate(f, 1):
             if not line.strip():
                 continue
             try:
-                row = json.loads(line)
-            except ValueError:
-                raise ValueError(f"{path}:{i} is not JSON") from None
+                row = json.loads(line.decode("utf-8-sig" if i == 1 else "utf-8"))
+            except (ValueError, RecursionError):
+                raise ValueError(f"{path}:{i} is not JSON in UTF-8") from None
             text = row.get("prompt", row.get("question")) if isinstance(row, dict) else None
-            answer = str(row["answer"]).split("####")[-1].strip() if text is not None and "answer" in row else ""
+            answer = row.get("answer") if text is not None else None
+            answer = str(answer).split("####")[-1].strip() if isinstance(answer, (str, int, float)) else ""
             if not isinstance(text, str) or not text.strip() or not answer:
                 raise ValueError(f'{path}:{i} needs a non-empty "prompt" (or "question") and "answer"')
             problems.append(Problem("file", text, answer))
+    if not problems:
+        raise ValueError(f"{path} holds no problem")
     return tuple(problems)
 
 

@@ -60,8 +60,8 @@ class Tokenizer:
             self.named = {k: v["content"] if isinstance(v, dict) else v for k, v in config.items() if k.endswith("_token") and v}
             self.stop_ids = self._read_stop_ids(path)
             self.template = read_template(path, config)
-        except (ValueError, KeyError) as e:
-            why = f"{e} is missing" if isinstance(e, KeyError) else str(e).splitlines()[0]
+        except (ValueError, KeyError, TypeError, AttributeError, IndexError) as e:  # whatever may stand in a JSON file
+            why = f"{e} is missing" if isinstance(e, KeyError) else " ".join(str(e).split())
             raise ValueError(f"tokenizer of {path}: {why}") from None
 
     def _read_added(self, tokens):
@@ -157,14 +157,13 @@ class Tokenizer:
         The template decides all: Qwen2.5 and SmolLM2 write a system prompt of their own if `messages` has none. Special
         tokens spelled in a message's content become special ids, as in transformers. Raises ValueError without a template
         or when the template refuses the messages."""
-        import jinja2
         if not self.has_chat:
             raise ValueError("this checkpoint has no chat template")
         try:
             text = self.template.render(messages=messages, add_generation_prompt=add_generation_prompt, tools=None, documents=None,
                                         **self.named)
-        except (jinja2.TemplateError, TypeError) as e:
-            raise ValueError(f"chat template: {e}") from None
+        except Exception as e:  # a template is a program: whatever it does wrong is its fault
+            raise ValueError(f"chat template: {' '.join(str(e).split())}") from None
         return self.encode(text, special=True)
 
 

@@ -52,7 +52,7 @@ group = 8                 # samples per prompt; 2 .. 64
 max_new_tokens = 5        # longest response in tokens
 temperature = 1.0         # of the sampler, and of every log-prob; above 0
 evict = "snapkv"          # none, snapkv, recent, random
-budget = 40               # prompt keys kept per layer and KV head, window and sinks included, in tokens
+budget = 24               # prompt keys kept per layer and KV head, window and sinks included, in tokens
 window = 12               # observation window: the last prompt rows, whose attention votes, in tokens; 8 .. 64
 sinks = 2                 # first prompt keys that are never dropped, in tokens; 0 .. 16
 pool = 7                  # width in keys over which SnapKV votes are max-pooled; odd, 1 .. 21
@@ -86,81 +86,97 @@ MAY_CHANGE = {"resume", "overwrite", "out_dir", "device", "steps", "eval_every",
 
 
 def settings(argv):
-    """-> namespace of all keys, checked for what can be known before a model is loaded."""
+    """-> namespace of all keys, checked for what can be known before a model is loaded. Raises ValueError."""
     c = SimpleNamespace(**configure(DEFAULTS, argv, CHOICES, REFUSED))
     check_eviction(c.evict, c.budget, c.window, c.sinks, c.pool)
-    for key, ok, say in (("group", c.group >= 2, "at least 2: an advantage compares samples of one prompt"),
-                         ("temperature", c.temperature > 0, "above 0: a greedy group holds one answer G times"),
-                         ("format_bonus", 0 <= c.format_bonus <= 0.1, "between 0 and 0.1"),
-                         ("distill", c.distill >= 0, "at least 0"), ("lr", c.lr > 0, "above 0"),
-                         *((k, getattr(c, k) >= 1, "at least 1") for k in ("prompts", "max_new_tokens", "updates", "micro_rows",
-                           "steps", "eval_every", "eval_problems", "eval_batch", "save_every", "prompt_tokens"))):
-        if not ok:
-            raise ValueError(f"{key} must be {say}, got {getattr(c, key)}")
+    at_least = dict.fromkeys(("prompts", "prompt_tokens", "max_new_tokens", "updates", "micro_rows", "steps", "eval_every",
+                              "eval_problems", "eval_batch", "save_every"), 1) | dict(warmup=0)
+    between = dict(format_bonus=(0, 0.1), temperature=(1e-2, 100), distill=(0, 100), clip=(0, 1), clip_high=(0, 100), lr=(1e-12, 1),
+                   beta2=(0, 0.9999), weight_decay=(0, 1), grad_clip=(1e-6, 1e6), seed=(0, 2**40))
+    for key, low in at_least.items():
+        if getattr(c, key) < low:
+            raise ValueError(f"{key} must be at least {low}, got {getattr(c, key)}")
+    for key, (low, high) in between.items():
+        if not low <= getattr(c, key) <= high:
+            why = ": a greedy group holds one answer G times" if key == "temperature" else ""
+            raise ValueError(f"{key} must be between {low} and {high}, got {getattr(c, key)}{why}")
+    if c.group < 2:
+        raise ValueError(f"group must be at least 2, got {c.group}: an advantage compares samples of one prompt")
     if c.task not in TASKS and not c.task.endswith(".jsonl"):
         raise ValueError(f"unknown task {c.task!r}: one of {', '.join(TASKS)}, or a .jsonl file")
+    if not c.out_dir:
+        raise ValueError("out_dir is empty")
     return c
 
 
-def save(path, state):
-    """Write a checkpoint so that a crash, a kill or a full disk in the middle leaves the previous one whole."""
+def write_whole(path, write):
+    """write(temporary path), then rename: a crash, a kill or a full disk in the middle leaves what was there before."""
     try:
-        torch.save(state, path + ".tmp")
+        write(path + ".tmp")
         os.replace(path + ".tmp", path)
     except (OSError, RuntimeError) as e:  # torch reports a full disk as RuntimeError
-        if os.path.exists(path + ".tmp"):
+        if os.path.isfile(path + ".tmp"):
             os.remove(path + ".tmp")
-        raise OSError(f"could not write {path}: {str(e).splitlines()[0]}; the checkpoint before it is untouched") from None
+        raise OSError(f"could not write {path}: {' '.join(str(e).split())}; what was there is untouched") from None
 
 
-def prepare_out(c):
-    """Make out_dir and check that it can be written and holds no other run; -> the checkpoint to resume from, or None."""
-    held = os.path.exists(os.path.join(c.out_dir, "config.json"))
-    if held and not (c.resume or c.overwrite):
-        raise ValueError(f"out_dir {c.out_dir!r} holds another run: say --resume=True, --overwrite=True, or another --out_dir")
-    ckpt = os.path.join(c.out_dir, "ckpt.pt")
-    state = None
-    if c.resume:
-        if not os.path.exists(ckpt):
-            raise FileNotFoundError(f"resume: {ckpt} does not exist")
-        state = torch.load(ckpt, map_location="cpu", weights_only=True)
-        changed = [k for k in DEFAULTS if k not in MAY_CHANGE and state["config"].get(k) != getattr(c, k)]
-        if changed:
-            k = changed[0]
-            raise ValueError(f"resume: {k} was {state['config'].get(k)!r} in the run in {c.out_dir!r}, now it is {getattr(c, k)!r}")
-    elif held:
-        for name in ("ckpt.pt", "log.jsonl", "samples.txt", "config.json"):
-            if os.path.exists(os.path.join(c.out_dir, name)):
-                os.remove(os.path.join(c.out_dir, name))
-    os.makedirs(c.out_dir, exist_ok=True)
-    with open(os.path.join(c.out_dir, "config.json"), "w", encoding="utf-8") as f:
-        json.dump(vars(c), f, indent=2)
-    log = os.path.join(c.out_dir, "log.jsonl")
-    if state and os.path.exists(log):  # lines of steps that will be run again
-        lines = [line for line in open(log, encoding="utf-8") if line.endswith("\n") and json.loads(line)["step"] < state["step"]]
-        with open(log, "w", encoding="utf-8") as f:
-            f.writelines(lines)
+def write_text(path, text):
+    def write(tmp):
+        with open(tmp, "w", encoding="utf-8") as f:
+            f.write(text)
+    write_whole(path, write)
+
+
+def read_checkpoint(c):
+    """The state that out_dir/ckpt.pt holds. Raises ValueError if it is damaged or belongs to a run with other settings."""
+    path = os.path.join(c.out_dir, "ckpt.pt")
+    if not os.path.exists(path):
+        raise FileNotFoundError(f"resume: {path} does not exist; a run that has not saved yet starts again with --overwrite=True")
+    try:
+        state = torch.load(path, map_location="cpu", weights_only=True)
+        was, done = state["config"], state["step"]
+    except Exception as e:  # a damaged file raises whatever its first wrong byte leads to
+        raise ValueError(f"resume: {path} cannot be read: {type(e).__name__}: {' '.join(str(e).split())[:200]}") from None
+    for k in DEFAULTS:
+        if k not in MAY_CHANGE and was.get(k) != getattr(c, k):
+            raise ValueError(f"resume: {k} was {was.get(k)!r} in the run in {c.out_dir!r}, now it is {getattr(c, k)!r}")
+    if done > c.steps:
+        raise ValueError(f"resume: the run in {c.out_dir!r} has done {done} steps already, steps={c.steps}")
     return state
 
 
+def prepare_out(c, state):
+    """Make out_dir, clear it of an old run if that was asked for, cut the log back to the step that is resumed."""
+    path = lambda name: os.path.join(c.out_dir, name)
+    os.makedirs(path("model"), exist_ok=True)
+    if not state:
+        for name in ("ckpt.pt", "log.jsonl", "samples.txt", "model/model.safetensors"):
+            if os.path.lexists(path(name)):
+                os.remove(path(name))
+    elif os.path.exists(path("log.jsonl")):
+        with open(path("log.jsonl"), "rb") as f:
+            lines = [line.decode() for line in f if line.endswith(b"\n")]  # a kill may leave half a line
+        write_text(path("log.jsonl"), "".join(line for line in lines if json.loads(line)["step"] < state["step"]))
+    write_text(path("config.json"), json.dumps(vars(c), indent=2))
+
+
 class Problems:
-    """Problem and prompt ids by index, for the configured task."""
+    """Problems of the configured task and their prompts as token ids, by index. A file is checked as a whole at the start."""
 
     def __init__(self, c, tok):
         self.c, self.encode = c, prompt_encoder(tok)
         self.file = None if c.task in TASKS else read_problems(c.task)
+        for i, p in enumerate(self.file or [self.get("eval", [0])[0][0]]):
+            n = len(self.encode(p.text))
+            if not 0 < n <= c.prompt_tokens:
+                raise ValueError(f"problem {i + 1} of {c.task} has {n} tokens, prompt_tokens is {c.prompt_tokens}")
 
     def get(self, split, indices):
-        """-> problems, their prompts as token ids"""
-        c, out = self.c, []
-        for i in indices:
-            out.append(file_problem(self.file, split, c.seed, i) if self.file else
-                       problem(c.task, split, c.seed, i, c.prompt_tokens, self.encode))
-        ids = [self.encode(p.text) for p in out]
-        for i, x in zip(indices, ids):
-            if len(x) > c.prompt_tokens:
-                raise ValueError(f"{split} problem {i} of {c.task} has {len(x)} tokens, more than prompt_tokens={c.prompt_tokens}")
-        return out, ids
+        """-> problems, their prompts"""
+        c = self.c
+        out = [problem(c.task, split, c.seed, i, c.prompt_tokens, self.encode) if self.file is None else
+               file_problem(self.file, split, c.seed, i) for i in indices]
+        return out, [self.encode(p.text) for p in out]
 
 
 def evaluate(net, tok, problems, c, evict):
@@ -234,34 +250,43 @@ def say(text, width=70):
         sys.stderr.flush()
 
 
-def write(c, record):
-    """Append one line to log.jsonl."""
-    with open(os.path.join(c.out_dir, "log.jsonl"), "a", encoding="utf-8") as f:
-        f.write(json.dumps(record) + "\n")
+def append(c, name, text):
+    """Add text to a file in out_dir."""
+    with open(os.path.join(c.out_dir, name), "a", encoding="utf-8", errors="backslashreplace") as f:
+        f.write(text)
 
 
 def setup(argv):
-    """Everything that can be wrong with a request is found here, before any step. -> what the loop needs"""
+    """Everything that can be wrong with a request is found here, before out_dir is touched. -> what the loop needs"""
     c = settings(argv)
     if c.device == "auto":
         c.device = "cuda" if torch.cuda.is_available() else "cpu"
-    if c.device.startswith("cuda") and not torch.cuda.is_available():
-        raise ValueError(f"device={c.device} was asked for, but torch finds no CUDA")
+    kind, _, index = c.device.partition(":")
+    if kind not in ("cpu", "cuda") or not (index or "0").isdecimal() or (kind == "cpu" and index):
+        raise ValueError(f"device must be auto, cpu, cuda or cuda:N, got {c.device!r}")
+    if kind == "cuda" and int(index or 0) >= torch.cuda.device_count():
+        raise ValueError(f"device={c.device} was asked for, but torch finds no CUDA or no such card ({torch.cuda.device_count()} found)")
     if c.dtype == "auto":
-        c.dtype = "bfloat16" if c.device.startswith("cuda") else "float32"
+        c.dtype = "bfloat16" if kind == "cuda" else "float32"
+    path = lambda name: os.path.join(c.out_dir, name)
+    if not (c.resume or c.overwrite) and any(os.path.exists(path(name)) for name in ("config.json", "ckpt.pt", "log.jsonl")):
+        raise ValueError(f"out_dir {c.out_dir!r} holds another run: say --resume=True, --overwrite=True, or another --out_dir")
+    state = read_checkpoint(c) if c.resume else None
     folder = find_checkpoint(c.model)
+    if os.path.realpath(folder) == os.path.realpath(path("model")):
+        raise ValueError(f"model {c.model!r} is where this run would save its own: choose another --out_dir")
     tok = Tokenizer(folder)
     net = Transformer.from_pretrained(folder, device=c.device, dtype=getattr(torch, c.dtype))
-    net.vocab_used = min(len(tok), net.config.vocab_size)
+    if len(tok) > net.config.vocab_size:
+        raise ValueError(f"{folder}: the tokenizer has {len(tok)} ids, the model {net.config.vocab_size}")
+    net.vocab_used = len(tok)
     if c.prompt_tokens + c.max_new_tokens > net.config.max_pos:
         raise ValueError(f"prompt_tokens {c.prompt_tokens} + max_new_tokens {c.max_new_tokens} exceed the model's context of "
                          f"{net.config.max_pos}")
-    problems = Problems(c, tok)
-    problems.get("eval", [0])
-    state = prepare_out(c)
-    opt = Masters(net, c)
+    problems, opt = Problems(c, tok), Masters(net, c)
     if state:
         opt.load(state)
+    prepare_out(c, state)
     return c, folder, tok, net, problems, opt, state
 
 
@@ -273,20 +298,15 @@ def introduce(c, folder, net):
     dense = c.prompts * c.group * (c.prompt_tokens + c.max_new_tokens - 1)
     print(f"torch {torch.__version__}, {torch.cuda.get_device_name() if cuda else f'{torch.get_num_threads()} CPU threads'}, {c.dtype} "
           f"weights, fp32 masters, attention by the {'Triton kernel' if cuda else 'PyTorch reference'}")
-    print(f"{folder}: {net.config.arch}, {sum(p.numel() for p in net.parameters()) / 1e6:.2f}M parameters, {per_token:,} KV bytes per token")
+    size = sum(p.numel() for p in net.parameters()) / 1e6
+    print(f"{folder}: {net.config.arch}, {size:.2f}M parameters, {per_token:,} KV bytes per token")
     print(f"{c.task}: prompts of up to {c.prompt_tokens} tokens, {keys} keys kept per layer and KV head ({c.evict}); a rollout of "
-          f"{c.prompts} x {c.group} samples holds up to {kept * per_token:,} KV bytes, {dense * per_token:,} if each kept all of its prompt")
+          f"{c.prompts} x {c.group} samples holds up to {kept * per_token:,} KV bytes, {dense * per_token:,} if each kept all keys")
     print("the policy term of the loss is about 0 in value, not in gradient: each rollout is used once, so the ratio is 1"
           if c.updates == 1 else f"{c.updates} updates per rollout: the ratio is 1 in the first only")
 
 
 def main(argv):
-    try:
-        c, folder, tok, net, problems, opt, state = setup(argv)
-    except (ValueError, OSError) as e:
-        sys.exit(f"error: {e}")
-    step0, evals = (state["step"], state["evals"]) if state else (0, [])
-    introduce(c, folder, net)
     interrupted = []
 
     def on_interrupt(signum, frame):
@@ -295,12 +315,20 @@ def main(argv):
         interrupted.append(True)
         print("\ninterrupt: finishing this step, then saving; once more quits at once", file=sys.stderr)
 
+    try:
+        c, folder, tok, net, problems, opt, state = setup(argv)
+    except (ValueError, OSError) as e:
+        sys.exit(f"error: {e}")
+    except KeyboardInterrupt:
+        sys.exit(130)
+    introduce(c, folder, net)
     signal.signal(signal.SIGINT, on_interrupt)
+    step0, evals = (state["step"], state["evals"]) if state else (0, [])
     try:
         step = loop(c, tok, net, problems, opt, step0, evals, interrupted)
         if step == c.steps:
             finish(c, folder, net, evals)
-    except OSError as e:
+    except (OSError, FloatingPointError) as e:  # a disk that is full, an update that is not finite: what was saved stays
         sys.exit(f"error: {e}")
     if step < c.steps:
         print(f"saved; go on with --resume=True --out_dir={c.out_dir}" if step > step0 else "no step was finished: nothing saved")
@@ -324,7 +352,7 @@ def loop(c, tok, net, problems, opt, step0, evals, interrupted):
         if (step % c.eval_every == 0 or step == c.steps) and not (evals and evals[-1]["step"] == step):
             e = {f"eval_{name}": evaluate(net, tok, problems, c, evict) for name, evict in (("dense", "none"), ("compressed", c.evict))}
             evals.append(dict(step=step, **e))
-            write(c, evals[-1])
+            append(c, "log.jsonl", json.dumps(evals[-1]) + "\n")
             print(f"eval {step:4d} | held-out reward, greedy: compressed cache {e['eval_compressed']:.3f}, "
                   f"dense cache {e['eval_dense']:.3f}", flush=True)
         if step >= c.steps or interrupted:
@@ -351,16 +379,16 @@ def loop(c, tok, net, problems, opt, step0, evals, interrupted):
                    **{f"kv_{k}": v for k, v in rollout.kv.items()}, rollout_s=t1 - t0, learn_s=t2 - t1)
         if c.device.startswith("cuda"):
             log["peak_gb"] = torch.cuda.max_memory_allocated() / 1e9
-        write(c, log)
+        append(c, "log.jsonl", json.dumps(log) + "\n")
         eta = (time.time() - start) / (step + 1 - step0) * (c.steps - step - 1) / 60
         print(show(log) + f" | eta {eta:.1f} min", flush=True)
         if step % c.save_every == 0:
-            with open(os.path.join(c.out_dir, "samples.txt"), "a", encoding="utf-8") as f:
-                for text, r in list(zip(texts[0], rewards[0].tolist()))[:2]:
-                    f.write(f"--- step {step}\n{batch[0].text}\n>>> {text!r} (answer {batch[0].answer}) reward {r:.2f}\n")
+            for text, r in list(zip(texts[0], rewards[0].tolist()))[:2]:
+                append(c, "samples.txt", f"--- step {step}\n{batch[0].text}\n>>> {text!r} (answer {batch[0].answer}) reward {r:.2f}\n")
         step += 1
         if step % c.save_every == 0 or step == c.steps or interrupted:
-            save(os.path.join(c.out_dir, "ckpt.pt"), dict(opt.state(), step=step, evals=evals, config=vars(c), kv=rollout.kv))
+            state = dict(opt.state(), step=step, evals=evals, config=vars(c), kv=rollout.kv)
+            write_whole(os.path.join(c.out_dir, "ckpt.pt"), lambda tmp: torch.save(state, tmp))
 
 
 def finish(c, folder, net, evals):

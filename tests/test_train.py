@@ -3,10 +3,10 @@ The command line and the loop, run as a user runs them, on the embedded checkpoi
 """
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
-import time
 
 import pytest
 import torch
@@ -115,7 +115,12 @@ def test_kill_leaves_a_whole_checkpoint(tmp_path):
     ("evict must be one of none, snapkv, recent, random, got 'snap'", ["--evict=snap"]),
     ("top_p is not offered", ["--top_p=0.9"]),
     ("top_k is not offered", ["--top_k=50"]),
-    ("temperature must be above 0", ["--temperature=0"]),
+    ("temperature must be between", ["--temperature=0"]),
+    ("lr must be a finite number", ["--lr=nan"]),
+    ("grad_clip must be between", ["--grad_clip=-1"]),
+    ("beta2 must be between", ["--beta2=2"]),
+    ("device must be auto, cpu, cuda or cuda:N", ["--device=gpu"]),
+    ("out_dir is empty", ["--out_dir="]),
     ("group must be at least 2", ["--group=1"]),
     ("budget 20 must be above window + sinks", ["--budget=20", "--window=16", "--sinks=4"]),
     ("unknown task 'needel'", ["--task=needel"]),
@@ -131,7 +136,7 @@ def test_bad_input(say, args, tmp_path, capsys, monkeypatch):
     """One line that names the culprit, a non-zero exit, nothing written."""
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     with pytest.raises(SystemExit) as e:
-        train.main([*args, f"--out_dir={tmp_path / 'out'}"])
+        train.main([f"--out_dir={tmp_path / 'out'}", *args])
     assert say in str(e.value) and str(e.value).startswith("error: ") and "\n" not in str(e.value)
     assert not (tmp_path / "out").exists()
 
@@ -158,6 +163,12 @@ def test_out_dir_is_guarded(finished, tmp_path):
         with pytest.raises(SystemExit, match=say):
             train.main([*FAST, *args, f"--out_dir={out}"])
     assert before == {name: os.stat(os.path.join(out, name)).st_mtime_ns for name in os.listdir(out)}
+    for args, say in ((["--resume=True", "--steps=2"], "has done 4 steps already"),
+                      (["--overwrite=True", "--prompt_tokens=20"], "needs at least"),  # found too late, the old run would be gone
+                      (["--overwrite=True", f"--model={os.path.join(out, 'model')}"], "where this run would save its own")):
+        with pytest.raises(SystemExit, match=say):
+            train.main([*FAST, *args, f"--out_dir={out}"])
+    assert before == {name: os.stat(os.path.join(out, name)).st_mtime_ns for name in os.listdir(out)}
     (tmp_path / "file").write_text("")
     with pytest.raises(SystemExit, match="error: .*file"):
         train.main([*FAST, f"--out_dir={tmp_path / 'file' / 'out'}"])
@@ -173,6 +184,44 @@ def test_full_disk(tmp_path):
     assert p.returncode == 1 and p.stderr.strip().startswith("error: could not write") and len(p.stderr.strip().splitlines()) == 1
     assert torch.load(os.path.join(out, "ckpt.pt"), weights_only=True)["step"] == 2
     assert not os.path.exists(os.path.join(out, "ckpt.pt.tmp"))
+
+
+@pytest.mark.parametrize("damage", [lambda b: b[:len(b) // 2], lambda b: b"", lambda b: b"text", lambda b: b[:5000]])
+def test_damaged_checkpoint(finished, tmp_path, damage):
+    out = tmp_path / "out"
+    shutil.copytree(finished[0], out)
+    (out / "ckpt.pt").write_bytes(damage((out / "ckpt.pt").read_bytes()))
+    before = (out / "log.jsonl").read_bytes()
+    with pytest.raises(SystemExit, match="error: resume: .*ckpt.pt cannot be read") as e:
+        train.main([*FAST, "--resume=True", f"--out_dir={out}"])
+    assert "\n" not in str(e.value) and (out / "log.jsonl").read_bytes() == before
+
+
+def test_diverged():
+    """A gradient that is not finite stops the run and leaves the weights alone."""
+    net = toy()
+    c, opt = learner(net)
+    before = [m.detach().clone() for m in opt.masters]
+    for q in net.parameters():
+        q.grad = torch.full_like(q, float("nan"))
+    with pytest.raises(FloatingPointError, match="norm is nan"):
+        opt.step(1e-3, 1.0)
+    assert all(torch.equal(a, b) for a, b in zip(before, opt.masters))
+
+
+def test_problem_files(tmp_path):
+    """A file is checked as a whole before anything else happens, and a good one trains."""
+    file, out = tmp_path / "p.jsonl", tmp_path / "out"
+    good = [json.dumps(dict(question=f"The code for apple is {i}. What is it?", answer=str(i))) for i in range(20)]
+    for lines, say in (([*good, json.dumps(dict(prompt="apple " * 300, answer="1"))], "problem 21 of .* has 3.. tokens"),
+                       ([*good, "{"], "p.jsonl:21 is not JSON"), ([], "holds no problem"), ([*good, '{"prompt": "x", "answer": null}'], ":21 needs")):
+        file.write_text("\n".join(lines))
+        with pytest.raises(SystemExit, match=say):
+            train.main([*FAST, f"--task={file}", f"--out_dir={out}"])
+        assert not out.exists()
+    file.write_text("\n".join(good))
+    p = run(*FAST, f"--task={file}", "--steps=1", f"--out_dir={out}")
+    assert p.returncode == 0, p.stderr
 
 
 def learner(net, **changes):
