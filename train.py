@@ -53,7 +53,7 @@ max_new_tokens = 5        # longest response in tokens
 temperature = 1.0         # of the sampler, and of every log-prob; above 0
 evict = "snapkv"          # none, snapkv, recent, random
 budget = 24               # prompt keys kept per layer and KV head, window and sinks included, in tokens
-window = 12               # observation window: the last prompt rows, whose attention votes, in tokens; 8 .. 64
+window = 16               # observation window: the last prompt rows, whose attention votes, in tokens; 8 .. 64
 sinks = 2                 # first prompt keys that are never dropped, in tokens; 0 .. 16
 pool = 7                  # width in keys over which SnapKV votes are max-pooled; odd, 1 .. 21
 # learner
@@ -74,8 +74,8 @@ weight_decay = 0.0
 grad_clip = 1.0           # largest gradient norm
 # evaluation, greedy, on held-out problems, with the dense cache and with the compressed cache
 eval_every = 40           # steps; also before step 0 and at the end
-eval_problems = 64
-eval_batch = 64           # problems decoded at once
+eval_problems = 128
+eval_batch = 128          # problems decoded at once
 save_every = 40           # steps between checkpoints
 # ---------------------------------------------------------------------------------------------------------------------
 DEFAULTS = {k: v for k, v in globals().items() if isinstance(v, (bool, int, float, str)) and not k.startswith("_")}

@@ -10,7 +10,7 @@ prompts right after copying the model stays at "some code of the list" (greedy 0
 2. the task with gaps closed. " apple is 4817" answers "apple?" by induction only if nothing stands between key and code. So
    rows first lose all tokens but keys, digits and the stop token, then, as accuracy allows, fewer and fewer kinds of them,
    until they are the real prompts. Each list of facts is asked about several times, to be efficient.
-Training ends early on purpose, when about half of the sampled answers to held-out problems are right.
+Training ends early on purpose, when a third of the sampled answers to held-out problems (most of the greedy ones) are right.
 
 assets/model: this command, seed 0, 2 threads; about 860 steps of copying, 1,139 in all, 17 minutes on two CPU cores busy with
 other work too. Held-out prompts of 192 tokens, dense cache: a sampled answer (temperature 1) is right with probability 0.516, the
@@ -43,7 +43,7 @@ copy_until = 0.95                    # ... ends when this fraction of copied tok
 task_rows, questions = 32, 6         # stage 2: lists of facts per step, questions about each
 shortest, longest = 60, 210          # ... prompt lengths in tokens before tokens are removed; the default prompt has 192
 fewer_at, fewer = 0.85, 0.01         # ... above this running mean of right answer tokens, each step removes that much less
-eval_tokens, target = 192, 0.5       # training ends when sampled answers to held-out prompts of this length reach the target
+eval_tokens, target = 192, 0.33      # training ends when sampled answers to held-out prompts of this length reach the target
 STOP = "<|end|>"
 SPLIT = (r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+"
          r"|\s+(?!\S)|\s+")  # Llama-3's: numbers fall into groups of up to three digits

@@ -263,12 +263,16 @@ def test_checkpoint_tokenizer(checkpoint):
 
 
 def test_checkpoint_has_something_to_learn(checkpoint):
-    dense = accuracy(answers(checkpoint, 64, group=4, evict="none"))
-    assert 0.45 <= dense <= 0.6  # measured 0.508
-    # control: a window of 8 ends behind the key in the question, so the votes miss its code: 0.168
-    assert accuracy(answers(checkpoint, 64, group=4, evict="snapkv", budget=40, window=8, sinks=2)) < dense - 0.2
+    """Greedy answers are mostly right with the dense cache, and RL under the compressed one has room above and ground below."""
+    greedy = dict(n=64, group=1, temperature=0.0)
+    assert 0.75 <= accuracy(answers(checkpoint, evict="none", **greedy)) <= 0.87                                # measured 0.812
+    assert 0.3 <= accuracy(answers(checkpoint, evict="snapkv", budget=24, window=16, sinks=2, **greedy)) <= 0.6  # measured 0.453
+    assert 0.25 <= accuracy(answers(checkpoint, 64, group=4, evict="none")) <= 0.45                             # measured 0.352
+    # control: a window of 8 ends behind the key in the question, so the votes miss its code; measured 0.066
+    assert accuracy(answers(checkpoint, 64, group=4, evict="snapkv", budget=40, window=8, sinks=2)) < 0.15
 
 
 def test_checkpoint_speaks(checkpoint):
     greedy = answers(checkpoint, 3, group=1, temperature=0.0, evict="none")
-    assert [(p.answer, texts) for p, texts in greedy] == [(c, [f" {c}<|end|>"]) for c in ("9253", "4768", "1501")]
+    assert [(p.answer, texts) for p, texts in greedy] == [
+        ("9253", [" 9253<|end|>"]), ("4768", [" 4768<|end|>"]), ("1501", [" 3829<|end|>"])]  # the third is wrong
