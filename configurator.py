@@ -37,7 +37,7 @@ def configure(defaults, argv, choices={}, refused={}):
         if arg.startswith("--"):
             key, eq, text = arg[2:].partition("=")
             if not eq:
-                raise ValueError(f"{arg}: write --key=value")
+                raise ValueError(f"{arg}: write --key=value; the keys stand at the top of train.py")
             value = text
             if type(config.get(key)) is not str:
                 for parse in (int, float, {"True": True, "true": True, "False": False, "false": False}.__getitem__):

@@ -8,7 +8,7 @@ The idea. G responses to one prompt are each other's baseline:
     L   = sum_t scale_t w_t * -min(r_t A, clip(r_t, 1 - clip, 1 + clip_high) A)
 
 `scale` is the reduction by name, `w` corrects for a sampler that was not the learner: with a dense learner and an evicting
-sampler it is what the baselines live on; with replay both are one policy and it is not used. On the first update after a
+sampler it is all there is (`correction`; train.py does not use it); with replay both are one policy. On the first update after a
 rollout r is exactly 1, so the loss is 0 by construction ("sequence"; the others leave the spread of lengths), its gradient not.
 
 `replay` packs each group once, runs one forward under the key lifetimes that the rollout logged, and returns the log-probs
@@ -193,7 +193,7 @@ def score(logits, targets, temperature, student, stats):
     if student is not None:
         out.append(kl_rows(logp[student], logp[1 - student].detach()))
     if stats and not torch.is_grad_enabled():  # numbers to print: the backward pass need not compute them again
-        out.append(-(logp[0].exp() * logp[0]).sum(-1))
+        out.append(-(logp[-1].exp() * logp[-1]).sum(-1))
         if len(logp) == 2:
             out.append(torch.minimum(*logp).exp().sum(-1))
     return torch.stack(out)
@@ -205,7 +205,7 @@ def replay(model, rollout, policies=("dense", "shadow"), distill_to=None, stats=
     -> dict of (B, G, R), fp32, at the rollout's temperature (0, greedy, scores at 1, as the sampler does), 0 past each length:
     the log-probs of each policy by its name, with gradients; "kl" = KL(student || teacher) per token over the vocabulary,
     teacher detached, where distill_to names the student and the other policy teaches; with stats, and without gradients,
-    "entropy" of the first policy and, of two, "accept" = sum over the vocabulary of min(p_dense, p_shadow).
+    "entropy" of the last policy and, of two, "accept" = sum over the vocabulary of min(p_dense, p_shadow).
     Raises ValueError for unknown policies, a student without a teacher, and a log that does not fit the model."""
     policies = tuple(policies)
     if not policies or len(set(policies)) < len(policies) or not set(policies) <= {"dense", "shadow"}:

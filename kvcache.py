@@ -91,7 +91,10 @@ class KVCache:
         if K == P:
             kept = torch.arange(P, device=k.device).expand(k.shape[1], -1)
         else:
-            kept = keep(self.score(q[P - self.window:], k, self.pool, self.rng), K, self.window, self.sinks)  # (nkv, K)
+            score = self.score(q[P - self.window:], k, self.pool, self.rng)
+            if score.shape != (k.shape[1], P):
+                raise ValueError(f"the scoring function gave {tuple(score.shape)}, not (KV heads, keys) = {(k.shape[1], P)}")
+            kept = keep(score, K, self.window, self.sinks)                                 # (nkv, K)
         index = kept[:, :, None].expand(-1, -1, k.shape[2])                                # (nkv, K, hs)
         for store, x in zip(self.prompt[layer], (k, v)):
             store[b, :, :K] = x.transpose(0, 1).gather(1, index)  # a copy: no view keeps the dense keys alive
@@ -150,15 +153,15 @@ if __name__ == "__main__":  # draw what each method keeps of one prompt of the e
     from tokenizer import Tokenizer
     folder = os.path.join(os.path.dirname(os.path.abspath(__file__)), "assets", "model")
     net, tok = Transformer.from_pretrained(folder), Tokenizer(folder)
-    p = problem("kv", "eval", 0, 0, 120, prompt_encoder(tok))
+    p = problem("kv", "eval", 0, 1, 120, prompt_encoder(tok))
     ids = prompt_encoder(tok)(p.text)
     print(f"{p.text}\nanswer {p.answer}; {len(ids)} tokens; s sink, k kept, w window, . dropped; ^ the answer in the prompt")
     for evict in EVICT:
-        r = generate(net, [ids], 1, 5, 0.0, evict, budget=32, window=12, sinks=2, stop_ids=tok.stop_ids)
+        r = generate(net, [ids], 1, 5, 0.0, evict, budget=24, window=16, sinks=2, stop_ids=tok.stop_ids)
         print(f"\n{evict}: {r.kept[0].shape[2]} keys, greedy answer {tok.decode(r.tokens[0, 0, :r.lengths[0, 0]].tolist())!r}")
         for layer, heads in enumerate(r.kept[0].tolist()):
             for head, kept in enumerate(heads):
-                mark = lambda j: "." if j not in kept else "s" if j < 2 else "w" if j >= len(ids) - 12 else "k"
+                mark = lambda j: "." if j not in kept else "s" if j < 2 else "w" if j >= len(ids) - 16 else "k"
                 print(f"layer {layer} head {head} {''.join(map(mark, range(len(ids))))}")
     code = tok.encode(p.answer)
     at = [j for j in range(len(ids)) if ids[j:j + len(code)] == code]

@@ -317,8 +317,8 @@ class Transformer(nn.Module):
         from safetensors import SafetensorError
         from safetensors.torch import save_file
         os.makedirs(path, exist_ok=True)
-        name = lambda k: k if k.startswith("lm_head.") else "model." + k
-        tensors = {name(k): p.detach().cpu().contiguous() for k, p in self.named_parameters()}
+        full = lambda k: k if k.startswith("lm_head.") else "model." + k
+        tensors = {full(k): p.detach().cpu().contiguous() for k, p in self.named_parameters()}
         file = os.path.join(path, "model.safetensors")
         try:
             save_file(tensors, file + ".tmp", metadata={"format": "pt"})

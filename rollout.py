@@ -54,8 +54,9 @@ def prefill(model, cache, prompts, max_rows):
             chunk.append(chunk[-1] + 1)
         sizes = [len(prompts[i]) for i in chunk]
         n = torch.tensor(sizes, device=model.device)                                                  # (prompts,)
-        ends = n.cumsum(0)                                                                            # (prompts,) a key dies where
-        until = ends.repeat_interleave(n).int().expand(model.config.n_kv_head, -1).contiguous()       # (nkv, N)   its prompt ends
+        ends = n.cumsum(0)                                                                            # (prompts,)
+        # a key dies where its prompt ends
+        until = ends.repeat_interleave(n).int().expand(model.config.n_kv_head, -1).contiguous()       # (nkv, N)
         starts = (ends - n).tolist()
         ids = torch.tensor([t for i in chunk for t in prompts[i]], device=model.device)              # (N,)
         pos = torch.cat([torch.arange(size, device=model.device) for size in sizes])                 # (N,)
@@ -182,11 +183,11 @@ def pack(rollout, policies=("dense", "shadow")):
         P, last = len(prompt), row + len(prompt) - 1
         size = P + len(policies) * sum(n - 1 for n in lengths[b])
         end, born = row + size, row + P
-        shadow = end - sum(n - 1 for n in lengths[b]) if "shadow" in policies else end  # where evicted keys die
+        shadow_start = end - sum(n - 1 for n in lengths[b]) if "shadow" in policies else end  # where evicted keys die
         kept = rollout.kept[b]
         if kept.shape[:2] != (L, nkv) or kept.max() >= P:
             raise ValueError(f"kept of prompt {b} is {tuple(kept.shape)} up to {int(kept.max())}, the prompt has {P} tokens")
-        death = torch.full((L, nkv, size), shadow, dtype=torch.int32, device=dev)
+        death = torch.full((L, nkv, size), shadow_start, dtype=torch.int32, device=dev)
         death[:, :, :P].scatter_(2, kept, end)
         ids.append(torch.tensor(prompt, device=dev))
         pos.append(torch.arange(P, device=dev))

@@ -217,7 +217,10 @@ def read_problems(path):
     return tuple(problems)
 
 
-def file_problem(problems, split, seed, index, hold_out=10):
+HOLD_OUT = 10  # every tenth line of a file is held out
+
+
+def file_problem(problems, split, seed, index, hold_out=HOLD_OUT):
     """Problem `index` of a file: every `hold_out`-th line is held out for "eval" (in file order), the others are reshuffled
     for every pass over them. Wraps around at the end."""
     check_split(split)

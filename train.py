@@ -29,7 +29,7 @@ from kvcache import EVICT, check_eviction
 from masters import Masters
 from model import Transformer, find_checkpoint
 from rollout import generate
-from tasks import TASKS, file_problem, problem, prompt_encoder, read_problems, reward
+from tasks import HOLD_OUT, TASKS, file_problem, problem, prompt_encoder, read_problems, reward
 from tokenizer import Tokenizer
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -51,9 +51,9 @@ prompts = 16              # prompts per step; 4 .. 128
 group = 8                 # samples per prompt; 2 .. 64
 max_new_tokens = 5        # longest response in tokens
 temperature = 1.0         # of the sampler, and of every log-prob; above 0
-evict = "snapkv"          # none, snapkv, recent, random
-budget = 24               # prompt keys kept per layer and KV head, window and sinks included, in tokens
-window = 16               # observation window: the last prompt rows, whose attention votes, in tokens; 8 .. 64
+evict = "snapkv"          # none, snapkv, recent, random: the names in kvcache.EVICT
+budget = 24               # prompt keys kept per layer and KV head, window (16) and sinks (2) included: votes choose only 6 here
+window = 16               # the last prompt rows, whose attention votes, in tokens; here the whole question; 8 .. 64
 sinks = 2                 # first prompt keys that are never dropped, in tokens; 0 .. 16
 pool = 7                  # width in keys over which SnapKV votes are max-pooled; odd, 1 .. 21
 # learner
@@ -63,7 +63,7 @@ distill_to = "dense"      # which policy learns from the other: dense or shadow
 norm = "sequence"         # loss reduction: sequence (GRPO), token (DAPO), constant (Dr. GRPO)
 clip = 0.2                # lower clip of the ratio
 clip_high = 0.2           # upper clip of the ratio; 0.28 in DAPO
-updates = 1               # optimizer steps per rollout; 1 .. 4
+updates = 1               # optimizer steps per rollout; 1 .. 4, and a lower lr with more
 micro_rows = 16384        # packed rows per forward pass of the learner; lower it if memory runs out
 # optimizer: AdamW on fp32 masters
 steps = 120
@@ -76,7 +76,7 @@ grad_clip = 1.0           # largest gradient norm
 eval_every = 40           # steps; also before step 0 and at the end
 eval_problems = 128
 eval_batch = 128          # problems decoded at once
-save_every = 40           # steps between checkpoints
+save_every = 40           # steps between checkpoints and between samples
 # ---------------------------------------------------------------------------------------------------------------------
 DEFAULTS = {k: v for k, v in globals().items() if isinstance(v, (bool, int, float, str)) and not k.startswith("_")}
 CHOICES = dict(evict=list(EVICT), learner=["shadow", "dense"], distill_to=["dense", "shadow"],
@@ -166,7 +166,9 @@ class Problems:
     def __init__(self, c, tok):
         self.c, self.encode = c, prompt_encoder(tok)
         self.file = None if c.task in TASKS else read_problems(c.task)
-        for i, p in enumerate(self.file or [self.get("eval", [0])[0][0]]):
+        some = [self.get(split, [0])[0][0] for split in ("eval", "train")]
+        self.n_eval = c.eval_problems if self.file is None else min(c.eval_problems, -(-len(self.file) // HOLD_OUT))
+        for i, p in enumerate(self.file or some):
             n = len(self.encode(p.text))
             if not 0 < n <= c.prompt_tokens:
                 raise ValueError(f"problem {i + 1} of {c.task} has {n} tokens, prompt_tokens is {c.prompt_tokens}")
@@ -182,14 +184,14 @@ class Problems:
 def evaluate(net, tok, problems, c, evict):
     """Greedy reward on held-out problems under eviction method `evict`. -> mean reward"""
     total = 0.0
-    for start in range(0, c.eval_problems, c.eval_batch):
-        say(f"eval ({'dense' if evict == 'none' else evict} cache) {start}/{c.eval_problems}")
-        batch, ids = problems.get("eval", range(start, min(start + c.eval_batch, c.eval_problems)))
+    for start in range(0, problems.n_eval, c.eval_batch):
+        say(f"eval ({'dense' if evict == 'none' else evict} cache) {start}/{problems.n_eval}")
+        batch, ids = problems.get("eval", range(start, min(start + c.eval_batch, problems.n_eval)))
         r = generate(net, ids, 1, c.max_new_tokens, temperature=0.0, evict=evict, budget=c.budget, window=c.window, sinks=c.sinks,
                      stop_ids=tok.stop_ids, seed=c.seed, pool=c.pool)
         total += sum(reward(p, tok.decode(r.tokens[i, 0, :r.lengths[i, 0]].tolist())) for i, p in enumerate(batch))
     say("")
-    return total / c.eval_problems
+    return total / problems.n_eval
 
 
 def split_rows(rollout, copies, limit):
@@ -217,7 +219,7 @@ def learn(net, opt, rollout, adv, c, lr):
             r = rollout.select(part)
             out = replay(net, r, policies, distill_to=c.distill_to if both else None, stats=update == 0)
             logp = out[c.learner]
-            # first update after a rollout: the ratio is exactly 1 and the loss 0 by construction; its gradient is not
+            # first update after a rollout: the ratio is exactly 1, and with norm "sequence" the loss 0; the gradient is not
             loss, stats = policy_loss(logp, old.get(i), adv[part], r.mask, c.clip, c.clip_high, c.norm, scale=scale[part])
             sums["clip_frac"] += stats["clipped"].item() * r.mask.sum().item() / rollout.mask.sum().item()
             if both:
@@ -302,8 +304,8 @@ def introduce(c, folder, net):
     print(f"{folder}: {net.config.arch}, {size:.2f}M parameters, {per_token:,} KV bytes per token")
     print(f"{c.task}: prompts of up to {c.prompt_tokens} tokens, {keys} keys kept per layer and KV head ({c.evict}); a rollout of "
           f"{c.prompts} x {c.group} samples holds up to {kept * per_token:,} KV bytes, {dense * per_token:,} if each kept all keys")
-    print("the policy term of the loss is about 0 in value, not in gradient: each rollout is used once, so the ratio is 1"
-          if c.updates == 1 else f"{c.updates} updates per rollout: the ratio is 1 in the first only")
+    if c.norm == "sequence":  # the other norms weigh long responses more, so advantages that sum to 0 do not make the loss 0
+        print("the policy term of the loss is 0 in value, not in gradient: the ratio is 1 on a rollout's first update")
 
 
 def main(argv):
@@ -331,13 +333,14 @@ def main(argv):
     except (OSError, FloatingPointError) as e:  # a disk that is full, an update that is not finite: what was saved stays
         sys.exit(f"error: {e}")
     if step < c.steps:
-        print(f"saved; go on with --resume=True --out_dir={c.out_dir}" if step > step0 else "no step was finished: nothing saved")
+        print(f"saved in {c.out_dir}; go on with the same command and --resume=True" if step > step0 else "no step was finished: nothing saved")
         sys.exit(130)
 
 
 def show(log):
     """One line per step, fixed width. gap: learner against sampler; accept: overlap of the two policies, mean and 5th percentile;
-    clip: clipped tokens; trunc: responses cut short; equal: groups whose samples all earned the same; seconds rollout + update."""
+    ent: entropy of the sampling policy as replayed; clip: clipped tokens (of the last update; the rest is of the first); trunc: responses
+    cut short; equal: groups whose samples all earned the same; grad: gradient norm; seconds of rollout + update."""
     accept = f"accept {log['accept']:.3f} p05 {log['accept_p05']:.3f} | " if "accept" in log else ""
     return (f"step {log['step']:4d} | reward {log['reward']:.3f} | loss {log['loss']:+.4f} kl {log['kl']:.4f} | gap {log['gap']:.1e} "
             f"max {log['gap_max']:.1e} | {accept}ent {log['entropy']:.2f} | clip {log['clip_frac']:.2f} trunc {log['truncated']:.2f} "
@@ -353,7 +356,7 @@ def loop(c, tok, net, problems, opt, step0, evals, interrupted):
             e = {f"eval_{name}": evaluate(net, tok, problems, c, evict) for name, evict in (("dense", "none"), ("compressed", c.evict))}
             evals.append(dict(step=step, **e))
             append(c, "log.jsonl", json.dumps(evals[-1]) + "\n")
-            print(f"eval {step:4d} | held-out reward, greedy: compressed cache {e['eval_compressed']:.3f}, "
+            print(f"eval {step:4d} | held-out reward ({problems.n_eval} problems), greedy: compressed cache {e['eval_compressed']:.3f}, "
                   f"dense cache {e['eval_dense']:.3f}", flush=True)
         if step >= c.steps or interrupted:
             return step
@@ -382,7 +385,7 @@ def loop(c, tok, net, problems, opt, step0, evals, interrupted):
         append(c, "log.jsonl", json.dumps(log) + "\n")
         eta = (time.time() - start) / (step + 1 - step0) * (c.steps - step - 1) / 60
         print(show(log) + f" | eta {eta:.1f} min", flush=True)
-        if step % c.save_every == 0:
+        if step % c.save_every == 0 or step == c.steps - 1:
             for text, r in list(zip(texts[0], rewards[0].tolist()))[:2]:
                 append(c, "samples.txt", f"--- step {step}\n{batch[0].text}\n>>> {text!r} (answer {batch[0].answer}) reward {r:.2f}\n")
         step += 1

@@ -258,7 +258,7 @@ def test_temperature():
 def test_acceptance_and_entropy():
     with torch.no_grad():
         out = grpo.score([P3.log()[None], Q3.log()[None]], torch.tensor([1]), 1.0, 0, True)
-    want = [math.log(0.2), math.log(0.3), 0.08512, -(P3 * P3.log()).sum().item(), 0.5 + 0.2 + 0.1]
+    want = [math.log(0.2), math.log(0.3), 0.08512, -(Q3 * Q3.log()).sum().item(), 0.5 + 0.2 + 0.1]
     assert out[:, 0].tolist() == pytest.approx(want, abs=1e-5)
 
 
@@ -428,7 +428,7 @@ def expected(model, r, student):
             want[policy][b, g, :n] = logp[policy][b, g][torch.arange(n), r.tokens[b, g, :n]]
         s, t = logp[student][b, g], logp[teacher][b, g].detach()
         want["kl"][b, g, :n] = (s.exp() * (s - t)).sum(-1)
-        want["entropy"][b, g, :n] = -(dense.exp() * dense).sum(-1).detach()
+        want["entropy"][b, g, :n] = -(shadow.exp() * shadow).sum(-1).detach()
         want["accept"][b, g, :n] = torch.minimum(dense.exp(), shadow.exp()).sum(-1).detach()
     return want, gradients(model, sum((c * want[k]).sum() for k, c in coefficients(r).items()))
 
@@ -476,7 +476,7 @@ def test_replay_of_some_policies(policies):
     assert set(got) == {*policies, "entropy"} | ({"accept"} if len(policies) == 2 else set())
     for p in policies:
         assert rel(got[p], both[p]) < 1e-10
-    assert (rel(got["entropy"], both["entropy"]) < 1e-10) == (policies[0] == "dense")  # of the first policy
+    assert (rel(got["entropy"], both["entropy"]) < 1e-10) == (policies[-1] == "shadow")  # of the last policy
 
 
 def test_replay_scores_what_was_sampled():

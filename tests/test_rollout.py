@@ -267,7 +267,8 @@ def test_weights_are_read_afresh(model):
     ("exceeds the context of 512", dict(max_new_tokens=500)),
     ("prompt 1 is empty", dict(prompts=[[1], []])),
     ("token id 50", dict(prompts=[[1, 50]])),
-    ("temperature -1", dict(temperature=-1)),
+    ("temperature must be finite and not negative, got -1", dict(temperature=-1)),
+    ("prefill_rows must be at least 1", dict(prefill_rows=0)),
     ("response_budget", dict(response_budget=16)),
 ])
 def test_bad_requests(model, say, change):

@@ -13,6 +13,7 @@ import torch
 
 import train
 from grpo import advantages
+from kvcache import EVICT
 from rollout import generate
 from test_rollout import SMALL, STOP, prompts, toy
 
@@ -82,7 +83,7 @@ def test_interrupt_saves_and_resumes(tmp_path):
             p.send_signal(signal.SIGINT)
             break
     printed, errors = p.communicate(timeout=60)
-    assert p.returncode == 130 and "saved; go on with --resume=True" in printed and "Traceback" not in errors
+    assert p.returncode == 130 and "go on with the same command and --resume=True" in printed and "Traceback" not in errors
     step = torch.load(os.path.join(out, "ckpt.pt"), weights_only=True)["step"]
     assert 1 <= step < 10
     p = run(*FAST, f"--steps={step + 1}", "--eval_every=500", "--resume=True", f"--out_dir={out}")
@@ -112,7 +113,7 @@ def test_kill_leaves_a_whole_checkpoint(tmp_path):
     ("budget expects int, got str 'many'", ["--budget=many"]),
     ("budget expects int, got float 32.5", ["--budget=32.5"]),
     ("resume expects bool, got int 1", ["--resume=1"]),
-    ("evict must be one of none, snapkv, recent, random, got 'snap'", ["--evict=snap"]),
+    (f"evict must be one of {', '.join(EVICT)}, got 'snap'", ["--evict=snap"]),
     ("top_p is not offered", ["--top_p=0.9"]),
     ("top_k is not offered", ["--top_k=50"]),
     ("temperature must be between", ["--temperature=0"]),
@@ -214,7 +215,7 @@ def test_problem_files(tmp_path):
     file, out = tmp_path / "p.jsonl", tmp_path / "out"
     good = [json.dumps(dict(question=f"The code for apple is {i}. What is it?", answer=str(i))) for i in range(20)]
     for lines, say in (([*good, json.dumps(dict(prompt="apple " * 300, answer="1"))], "problem 21 of .* has 3.. tokens"),
-                       ([*good, "{"], "p.jsonl:21 is not JSON"), ([], "holds no problem"), ([*good, '{"prompt": "x", "answer": null}'], ":21 needs")):
+                       ([*good, "{"], "p.jsonl:21 is not JSON"), ([], "holds no problem"), (good[:5], "5 problems are too few"), ([*good, '{"prompt": "x", "answer": null}'], ":21 needs")):
         file.write_text("\n".join(lines))
         with pytest.raises(SystemExit, match=say):
             train.main([*FAST, f"--task={file}", f"--out_dir={out}"])
