@@ -134,7 +134,7 @@ def read_checkpoint(c):
         raise FileNotFoundError(f"resume: {path} does not exist; a run that has not saved yet starts again with --overwrite=True")
     try:
         state = torch.load(path, map_location="cpu", weights_only=True)
-        was, done = state["config"], state["step"]
+        was, done, _ = state["config"], state["step"], (state["evals"], state["kv"])
     except Exception as e:  # a damaged file raises whatever its first wrong byte leads to
         raise ValueError(f"resume: {path} cannot be read: {type(e).__name__}: {' '.join(str(e).split())[:200]}") from None
     for k in DEFAULTS:
@@ -325,11 +325,11 @@ def main(argv):
         sys.exit(130)
     introduce(c, folder, net)
     signal.signal(signal.SIGINT, on_interrupt)
-    step0, evals = (state["step"], state["evals"]) if state else (0, [])
+    step0, evals, kv = (state["step"], state["evals"], state["kv"]) if state else (0, [], None)
     try:
-        step = loop(c, tok, net, problems, opt, step0, evals, interrupted)
+        step, kv = loop(c, tok, net, problems, opt, step0, evals, kv, interrupted)
         if step == c.steps:
-            finish(c, folder, net, evals)
+            finish(c, folder, net, evals, kv)
     except (OSError, FloatingPointError) as e:  # a disk that is full, an update that is not finite: what was saved stays
         sys.exit(f"error: {e}")
     if step < c.steps:
@@ -347,8 +347,9 @@ def show(log):
             f"equal {log['equal']:.2f} | grad {log['grad_norm']:.2f} | {log['rollout_s']:.1f}+{log['learn_s']:.1f} s")
 
 
-def loop(c, tok, net, problems, opt, step0, evals, interrupted):
-    """The algorithm, from step0 to c.steps or to the step during which `interrupted` fills. -> steps done"""
+def loop(c, tok, net, problems, opt, step0, evals, kv, interrupted):
+    """The algorithm, from step0 to c.steps or to the step during which `interrupted` fills. kv: bytes of the last rollout's cache.
+    -> steps done, kv"""
     step, start = step0, time.time()
     while True:
         # 0. evaluate on held-out problems, also before the first step and after the last
@@ -359,7 +360,7 @@ def loop(c, tok, net, problems, opt, step0, evals, interrupted):
             print(f"eval {step:4d} | held-out reward ({problems.n_eval} problems), greedy: compressed cache {e['eval_compressed']:.3f}, "
                   f"dense cache {e['eval_dense']:.3f}", flush=True)
         if step >= c.steps or interrupted:
-            return step
+            return step, kv
         t0 = time.time()
         # 1. sample prompts; their index is the position in the data
         batch, ids = problems.get("train", range(step * c.prompts, (step + 1) * c.prompts))
@@ -367,6 +368,7 @@ def loop(c, tok, net, problems, opt, step0, evals, interrupted):
         say(f"step {step}: rollout")
         rollout = generate(net, ids, c.group, c.max_new_tokens, c.temperature, c.evict, c.budget, c.window, c.sinks,
                            stop_ids=tok.stop_ids, seed=c.seed * 1_000_003 + step, pool=c.pool)
+        kv = rollout.kv
         # 3. reward the decoded text; what was sampled is never encoded again
         texts = [[tok.decode(t[:n]) for t, n in zip(*row)] for row in zip(rollout.tokens.tolist(), rollout.lengths.tolist())]
         rewards = torch.tensor([[reward(p, t, c.format_bonus) for t in row] for p, row in zip(batch, texts)], device=net.device)
@@ -379,7 +381,7 @@ def loop(c, tok, net, problems, opt, step0, evals, interrupted):
         # 6. log and save
         log = dict(step=step, reward=rewards.mean().item(), **log, equal=(rewards == rewards[:, :1]).all(1).float().mean().item(),
                    truncated=1 - rollout.stopped.float().mean().item(), tokens=rollout.lengths.sum().item(),
-                   **{f"kv_{k}": v for k, v in rollout.kv.items()}, rollout_s=t1 - t0, learn_s=t2 - t1)
+                   **{f"kv_{k}": v for k, v in kv.items()}, rollout_s=t1 - t0, learn_s=t2 - t1)
         if c.device.startswith("cuda"):
             log["peak_gb"] = torch.cuda.max_memory_allocated() / 1e9
         append(c, "log.jsonl", json.dumps(log) + "\n")
@@ -390,18 +392,17 @@ def loop(c, tok, net, problems, opt, step0, evals, interrupted):
                 append(c, "samples.txt", f"--- step {step}\n{batch[0].text}\n>>> {text!r} (answer {batch[0].answer}) reward {r:.2f}\n")
         step += 1
         if step % c.save_every == 0 or step == c.steps or interrupted:
-            state = dict(opt.state(), step=step, evals=evals, config=vars(c), kv=rollout.kv)
+            state = dict(opt.state(), step=step, evals=evals, config=vars(c), kv=kv)
             write_whole(os.path.join(c.out_dir, "ckpt.pt"), lambda tmp: torch.save(state, tmp))
 
 
-def finish(c, folder, net, evals):
+def finish(c, folder, net, evals, kv):
     """Save the model in Hugging Face format with its tokenizer and say what was reached."""
     target = os.path.join(c.out_dir, "model")
     net.save_pretrained(target)
     for name in os.listdir(folder):  # tokenizer, chat template, generation_config.json
         if name != "config.json" and name.endswith((".json", ".jinja")) and not name.endswith(".index.json"):
             shutil.copy(os.path.join(folder, name), target)
-    kv = torch.load(os.path.join(c.out_dir, "ckpt.pt"), map_location="cpu", weights_only=True)["kv"]
     print(f"model saved to {target}")
     print(f"KV cache of a rollout: {kv['kept']:,} bytes kept, {kv['dense']:,} dense (1/{kv['dense'] / kv['kept']:.1f}), "
           f"{kv['dense_shared']:,} dense with each prompt shared by its group (1/{kv['dense_shared'] / kv['kept']:.1f})")

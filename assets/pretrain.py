@@ -4,7 +4,7 @@ Makes the small checkpoint in assets/model/ from nothing: a tokenizer, a Qwen3-s
     python assets/pretrain.py [FOLDER]      # assets/model unless named
 
 The idea. The checkpoint should look up a code in a list of facts, but not surely: RL needs something to improve. On real
-prompts right after copying the model stays at "some code of the list" (greedy 0.25 of 4 codes). A curriculum helps:
+prompts right after copying the model stays at "some code of the list". A curriculum helps:
 1. copying. Rows of random tokens in which one span stands twice, at other places in every row, until the model continues the
    second occurrence: this forms the induction circuit (what came after this token the last time?).
 2. the task with gaps closed. " apple is 4817" answers "apple?" by induction only if nothing stands between key and code. So
