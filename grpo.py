@@ -28,12 +28,13 @@ from functools import partial
 import torch
 from torch.autograd.function import once_differentiable
 
-from model import matmul32, widen
+from fused import widen
+from model import matmul32
 from rollout import pack
-from shadow_attn import shadow_attention
+from shadow_attn import prepare_layers, shadow_attention
 
 NORMS = ("sequence", "token", "constant")
-LOGIT_BYTES = 64 * 2**20  # fp32 logits of one chunk, all policies together; five tensors of this size live at once (measured 5.3)
+LOGIT_BYTES = 256 * 2**20  # fp32 logits of one chunk, all policies together; five tensors of this size live at once (measured 5.3)
 
 
 def advantages(rewards, norm="sequence"):
@@ -149,6 +150,14 @@ def distill_kl(student_logits, teacher_logits, mask):
     return kl_rows(student, teacher).sum() / max(1, len(student))
 
 
+def add_product(total, a, b):
+    """total (n, m) fp32 += a (n, c) @ b (c, m), rounded to fp32 only; on CUDA within the product, as total may be a gigabyte."""
+    if a.is_cuda and a.dtype in (torch.bfloat16, torch.float16):
+        torch.addmm(total, a, b, out_dtype=torch.float32, out=total)
+    else:
+        total += matmul32(a, b)
+
+
 class HeadRows(torch.autograd.Function):
     """fn([hidden_i @ weight.T (n, V)], targets (n,)) -> (k, n), for any n without ever holding (n, V).
 
@@ -182,7 +191,7 @@ class HeadRows(torch.autograd.Function):
             for h, d_h, d in zip(hidden, d_hidden, torch.autograd.grad(out, logits, grad[:len(out), rows])):
                 d = d.to(weight.dtype)  # (chunk, V)
                 d_h[rows] = d @ weight
-                d_weight += matmul32(d.t(), h[rows])
+                add_product(d_weight, d.t(), h[rows])
         return None, None, d_weight.to(weight.dtype), *d_hidden
 
 
@@ -199,13 +208,14 @@ def score(logits, targets, temperature, student, stats):
     return torch.stack(out)
 
 
-def replay(model, rollout, policies=("dense", "shadow"), distill_to=None, stats=False):
+def replay(model, rollout, policies=("dense", "shadow"), distill_to=None, stats=False, checkpointing=False):
     """Score the rollout's tokens with the learner, under every policy asked for, in one packed forward pass.
 
     -> dict of (B, G, R), fp32, at the rollout's temperature (0, greedy, scores at 1, as the sampler does), 0 past each length:
     the log-probs of each policy by its name, with gradients; "kl" = KL(student || teacher) per token over the vocabulary,
     teacher detached, where distill_to names the student and the other policy teaches; with stats, and without gradients,
-    "entropy" of the last policy and, of two, "accept" = sum over the vocabulary of min(p_dense, p_shadow).
+    "entropy" of the last policy and, of two, "accept" = sum over the vocabulary of min(p_dense, p_shadow). checkpointing: see
+    Transformer.forward.
     Raises ValueError for unknown policies, a student without a teacher, and a log that does not fit the model."""
     policies = tuple(policies)
     if not policies or len(set(policies)) < len(policies) or not set(policies) <= {"dense", "shadow"}:
@@ -219,7 +229,11 @@ def replay(model, rollout, policies=("dense", "shadow"), distill_to=None, stats=
     rows = [packed.rows[p][mask] for p in policies]  # (n,) each: only rows that predict a response token meet the head
     if len(rows[0]) == 0 or min(int(r.min()) for r in rows) < 0:
         raise ValueError("the rollout holds no response token, or one that no packed row predicts")
-    hidden = model(packed.ids, packed.pos, lambda layer, q, k, v: shadow_attention(q, k, v, packed.until[layer]))  # (N, C)
+    # one preparation for all layers saves thousands of small launches; for very long rows its lists would be large
+    together = packed.until.is_cuda and c.n_layer * c.n_kv_head * len(packed.ids) ** 2 < 2**39
+    plans = prepare_layers(packed.until, torch.is_grad_enabled()) if together else [None] * c.n_layer
+    attend = lambda layer, q, k, v: shadow_attention(q, k, v, packed.until[layer], plan=plans[layer])
+    hidden = model(packed.ids, packed.pos, attend, checkpointing)  # (N, C)
     student = policies.index(distill_to) if distill_to else None
     fn = partial(score, temperature=rollout.temperature or 1.0, student=student, stats=stats)
     # indexing, not index_select: the prompt's last row is gathered once per response; this sums its gradients in a fixed order

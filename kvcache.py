@@ -17,6 +17,7 @@ Left out here: methods that evict response keys while decoding (R-KV, H2O); `unt
 import torch
 import torch.nn.functional as F
 
+from decode_attn import decode_attention
 from model import matmul32
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -80,53 +81,36 @@ class KVCache:
         # the last sampled token is never fed back, so a response of R tokens has R - 1 keys
         self.response = pairs(B * group, max_new_tokens - 1)
         self.kept = [[None] * L for _ in range(B)]  # the log: [prompt][layer] -> (nkv, K) kept positions
-        n = torch.tensor(self.n_kept, device=device)
-        slot = torch.arange(max(self.n_kept), device=device)
-        self.padding = (slot >= n[:, None])[:, None, None] if len(set(self.n_kept)) > 1 else None  # (B, 1, 1, K)
-        self.t = 0  # response slots filled so far
+        self.slots = torch.tensor(self.n_kept, device=device, dtype=torch.int32)  # (B,) kept keys of each prompt, the rest is padding
+        self.t = torch.zeros((), dtype=torch.int64, device=device)  # response slots filled so far
 
-    def write_prompt(self, b, layer, q, k, v):
-        """Compress prompt b at one layer. q (P, nh, hs), k, v (P, nkv, hs), rotated; call it after the layer attended."""
-        P, K = self.lengths[b], self.n_kept[b]
+    def write_prompts(self, which, layer, q, k, v):
+        """Compress prompts of one length at one layer. which: their indices, a slice; q (n * P, nh, hs), k, v (n * P, nkv, hs),
+        rotated, one prompt after the other; call it after the layer attended."""
+        P, K, n = self.lengths[which.start], self.n_kept[which.start], which.stop - which.start
+        # to the scoring function n prompts look like one with n times the heads
+        heads = lambda x: x.unflatten(0, (n, -1)).transpose(0, 1).flatten(1, 2)            # (n * P, h, hs) -> (P, n * h, hs)
+        k, v = heads(k), heads(v)
         if K == P:
             kept = torch.arange(P, device=k.device).expand(k.shape[1], -1)
         else:
-            score = self.score(q[P - self.window:], k, self.pool, self.rng)
+            score = self.score(heads(q.unflatten(0, (n, -1))[:, -self.window:].flatten(0, 1)), k, self.pool, self.rng)
             if score.shape != (k.shape[1], P):
                 raise ValueError(f"the scoring function gave {tuple(score.shape)}, not (KV heads, keys) = {(k.shape[1], P)}")
-            kept = keep(score, K, self.window, self.sinks)                                 # (nkv, K)
-        index = kept[:, :, None].expand(-1, -1, k.shape[2])                                # (nkv, K, hs)
-        for store, x in zip(self.prompt[layer], (k, v)):
-            store[b, :, :K] = x.transpose(0, 1).gather(1, index)  # a copy: no view keeps the dense keys alive
-        self.kept[b][layer] = kept
+            kept = keep(score, K, self.window, self.sinks)                                 # (n * nkv, K)
+        index = kept[:, :, None].expand(-1, -1, k.shape[2])                                # (n * nkv, K, hs)
+        for store, x in zip(self.prompt[layer], (k, v)):  # a copy: no view keeps the dense keys alive
+            store[which, :, :K] = x.transpose(0, 1).gather(1, index).unflatten(0, (n, -1))
+        for b, kept in zip(range(which.start, which.stop), kept.unflatten(0, (n, -1))):
+            self.kept[b][layer] = kept
 
     def attend(self, layer, q, k, v):
-        """One decoding step at one layer: every sample's new token attends to its prompt's kept keys, its own response, itself.
-
-        q (S, nh, hs), k, v (S, nkv, hs) with S = B x G -> (S, nh, hs). The prompt part is read once per group of samples."""
-        (S, nh, hs), nkv, G = q.shape, k.shape[1], self.group
-        B, g = S // G, nh // nkv
-        (kp, vp), (kr, vr) = self.prompt[layer], self.response[layer]
-        kr[:, :, self.t], vr[:, :, self.t] = k, v
-        kr, vr = kr[:, :, :self.t + 1], vr[:, :, :self.t + 1]                               # (S, nkv, t+1, hs)
-        q = q.view(B, G, nkv, g, hs)
-        by_prompt = lambda x: x.transpose(1, 2).reshape(B, nkv, G * g, -1)  # (B, G, nkv, g, .) -> (B, nkv, G*g, .)
-        by_sample = lambda x: x.view(B, nkv, G, g, -1).transpose(1, 2).reshape(S, nkv, g, -1)
-        sp = matmul32(by_prompt(q), kp.transpose(-1, -2))                                   # (B, nkv, G*g, K)
-        if self.padding is not None:
-            sp = sp.masked_fill(self.padding, float("-inf"))
-        sr = matmul32(q.reshape(S, nkv, g, hs), kr.transpose(-1, -2))                       # (S, nkv, g, t+1)
-        s = torch.cat((by_sample(sp), sr), dim=-1) * hs ** -0.5                             # (S, nkv, g, K+t+1) fp32
-        p = torch.exp(s - s.amax(-1, keepdim=True))
-        total = p.sum(-1, keepdim=True)
-        p = p.to(v.dtype)  # as the learner's kernel: weights rounded before, normalised after the product with the values
-        pp, pr = p.split((kp.shape[2], self.t + 1), dim=-1)
-        out = by_sample(matmul32(by_prompt(pp.reshape(B, G, nkv, g, -1)), vp)) + matmul32(pr, vr)  # (S, nkv, g, hs)
-        return (out / total).to(v.dtype).reshape(S, nh, hs)
+        """One decoding step at one layer, see decode_attn.py. q (S, nh, hs), k, v (S, nkv, hs) with S = B x G -> (S, nh, hs)."""
+        return decode_attention(q, k, v, *self.prompt[layer], self.slots, *self.response[layer], self.t)
 
     def advance(self):
-        """Call once per decoding step, after the last layer."""
-        self.t += 1
+        """Call once per decoding step, after the last layer. In place, so that a CUDA graph counts as it is replayed."""
+        self.t.add_(1)
 
     def nbytes(self):
         """Bytes of storage held, counted from the storages themselves."""

@@ -4,6 +4,8 @@ fp32 master weights for a model that may hold bf16.
 The idea. Sampler and learner read one set of (bf16) weights, so the policy that sampled is the policy that is scored; the
 optimizer owns fp32 copies and rounds them down after each step. Gradients of micro-batches add up in fp32.
 """
+from functools import partial
+
 import torch
 
 
@@ -16,13 +18,15 @@ class Masters:
         self.params = [p for p in model.parameters()]
         self.masters = [p if p.dtype == torch.float32 else p.detach().float().requires_grad_() for p in self.params]
         self.optimizer = torch.optim.AdamW(self.masters, lr=c.lr, betas=(0.9, c.beta2), weight_decay=c.weight_decay, fused=True)
-
-    def collect(self):
-        """After each micro-batch's backward: add its gradients to the masters' in fp32."""
         for p, m in zip(self.params, self.masters):
-            if p is not m and p.grad is not None:
-                m.grad = p.grad.float() if m.grad is None else m.grad.add_(p.grad)
-                p.grad = None
+            if p is not m:
+                p.register_post_accumulate_grad_hook(partial(self.collect, m))
+
+    @staticmethod
+    def collect(m, p):
+        """In the middle of a backward pass, when p.grad is complete: add it to the master's in fp32 and free it."""
+        m.grad = p.grad.float() if m.grad is None else m.grad.add_(p.grad)
+        p.grad = None
 
     def step(self, lr, grad_clip):
         """Clip, update the masters, copy them down. -> gradient norm before clipping"""

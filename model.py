@@ -10,7 +10,8 @@ Left out on purpose: dropout, sliding windows, mixture of experts, YaRN and othe
 quantised weights, sentencepiece models' tokenizers.
 
 Parameter names are those of the checkpoint without the leading "model.", so loading is a strict comparison of names
-and shapes and saving is its inverse.
+and shapes and saving is its inverse; q, k, v and gate, up are joined into one matrix each (`tensors` takes them apart), for two
+wide products are faster than five narrow ones.
 
 References: Llama 3 (arXiv 2407.21783), Qwen2.5 (2412.15115), Qwen3 (2505.09388), RoPE (2104.09864).
 """
@@ -21,7 +22,12 @@ from dataclasses import dataclass, field
 
 import torch
 import torch.nn as nn
-import torch.nn.functional as F
+from torch.utils.checkpoint import checkpoint
+
+from fused import rms_norm, rotate, swiglu, widen
+
+MLP_ROWS = 4096  # rows of an MLP slice in prefill; under activation checkpointing, where a slice is computed once more, 4 times that
+CHECKPOINT = dict(use_reentrant=False, preserve_rng_state=False)  # nothing here draws random numbers
 
 # which tensors an architecture has beyond the common ones; a bias of None means "ask config.attention_bias"
 ARCHITECTURES = {
@@ -123,11 +129,6 @@ def rope_frequencies(config):
     raise ValueError(f"rope_type {rope['rope_type']!r} is not supported (default and llama3 are)")
 
 
-def widen(x):
-    """x in fp32, the dtype of reductions here; fp64 stays fp64, so that an fp64 model is fp64 from end to end (tests)."""
-    return x.to(torch.promote_types(x.dtype, torch.float32))
-
-
 def matmul32(a, b):
     """a (..., n, c) @ b (..., c, m) -> fp32 (fp64 of fp64), without rounding the product to bf16 on the way.
 
@@ -163,49 +164,43 @@ class RMSNorm(nn.Module):
         self.eps = eps
 
     def forward(self, x):
-        # normalise in fp32, cast, then scale: the order the checkpoints were trained with
-        y = widen(x)
-        y = y * torch.rsqrt(y.pow(2).mean(-1, keepdim=True) + self.eps)
-        return self.weight * y.to(x.dtype)
+        return rms_norm(x, self.weight, self.eps)
 
 
-def rotate(x, cos, sin):
-    """Rotate x (N, heads, hs): channel i pairs with i + hs/2, as Hugging Face checkpoints have it; cos, sin (N, 1, hs/2) fp32."""
-    a, b = widen(x).chunk(2, dim=-1)
-    return torch.cat((a * cos - b * sin, b * cos + a * sin), dim=-1).to(x.dtype)
+def add_linear(x, y, linear):
+    """x + linear(y), (N, C): the product adds to the residual stream as it is written; in place where no gradient is recorded."""
+    x = x if linear.bias is None else x + linear.bias
+    return (torch.addmm if torch.is_grad_enabled() else torch.Tensor.addmm_)(x, y, linear.weight.t())
 
 
 class Attention(nn.Module):
     def __init__(self, c, layer):
         super().__init__()
         self.c, self.layer = c, layer
-        self.q_proj = nn.Linear(c.width, c.n_head * c.head_size, bias=c.qkv_bias)
-        self.k_proj = nn.Linear(c.width, c.n_kv_head * c.head_size, bias=c.qkv_bias)
-        self.v_proj = nn.Linear(c.width, c.n_kv_head * c.head_size, bias=c.qkv_bias)
+        self.qkv_proj = nn.Linear(c.width, (c.n_head + 2 * c.n_kv_head) * c.head_size, bias=c.qkv_bias)
         self.o_proj = nn.Linear(c.n_head * c.head_size, c.width, bias=c.o_bias)
         if c.qk_norm:
             self.q_norm, self.k_norm = RMSNorm(c.head_size, c.eps), RMSNorm(c.head_size, c.eps)
 
-    def forward(self, x, cos, sin, attend):
+    def forward(self, x, norm, cos, sin, attend):
         c, N = self.c, len(x)
-        q = self.q_proj(x).view(N, c.n_head, c.head_size)     # (N, nh, hs)
-        k = self.k_proj(x).view(N, c.n_kv_head, c.head_size)  # (N, nkv, hs)
-        v = self.v_proj(x).view(N, c.n_kv_head, c.head_size)  # (N, nkv, hs)
+        qkv = self.qkv_proj(norm(x)).view(N, -1, c.head_size)                                # (N, nh + 2 nkv, hs)
+        q, k, v = qkv.split([c.n_head, c.n_kv_head, c.n_kv_head], dim=1)                     # (N, nh or nkv, hs)
         if c.qk_norm:  # per head and before the rotation
             q, k = self.q_norm(q), self.k_norm(k)
-        y = attend(self.layer, rotate(q, cos, sin), rotate(k, cos, sin), v)  # (N, nh, hs)
-        return self.o_proj(y.reshape(N, c.n_head * c.head_size))
+        q, k = rotate(q, k, cos, sin)
+        y = attend(self.layer, q, k, v)                                                      # (N, nh, hs)
+        return add_linear(x, y.reshape(N, -1), self.o_proj)
 
 
 class MLP(nn.Module):
     def __init__(self, c):
         super().__init__()
-        self.gate_proj = nn.Linear(c.width, c.mlp_width, bias=c.mlp_bias)
-        self.up_proj = nn.Linear(c.width, c.mlp_width, bias=c.mlp_bias)
+        self.gate_up_proj = nn.Linear(c.width, 2 * c.mlp_width, bias=c.mlp_bias)
         self.down_proj = nn.Linear(c.mlp_width, c.width, bias=c.mlp_bias)
 
-    def forward(self, x):
-        return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
+    def forward(self, x, norm):
+        return add_linear(x, swiglu(self.gate_up_proj(norm(x))), self.down_proj)
 
 
 class Block(nn.Module):
@@ -216,9 +211,17 @@ class Block(nn.Module):
         self.post_attention_layernorm = RMSNorm(c.width, c.eps)
         self.mlp = MLP(c)
 
-    def forward(self, x, cos, sin, attend):
-        x = x + self.self_attn(self.input_layernorm(x), cos, sin, attend)
-        return x + self.mlp(self.post_attention_layernorm(x))
+    def forward(self, x, cos, sin, attend, slices=True):
+        """x (N, C) -> (N, C). slices: long inputs pass the MLP, whose inner width is the largest around, a slice at a time."""
+        x, norm = self.self_attn(x, self.input_layernorm, cos, sin, attend), self.post_attention_layernorm
+        size = MLP_ROWS * (4 if torch.is_grad_enabled() else 1)
+        if not slices or len(x) <= size:
+            return self.mlp(x, norm)
+        if torch.is_grad_enabled():
+            return torch.cat([checkpoint(self.mlp, rows, norm, **CHECKPOINT) for rows in x.split(size)])
+        for rows in x.split(size):
+            self.mlp(rows, norm)  # in place
+        return x
 
 
 class Transformer(nn.Module):
@@ -245,13 +248,32 @@ class Transformer(nn.Module):
         self.rope_freq = rope_frequencies(self.config).to(self.norm.weight.device)
         return self
 
-    def forward(self, ids, pos, attend):
-        x = self.embed_tokens(ids)  # (N, C)
-        angle = pos.to(torch.promote_types(x.dtype, torch.float32))[:, None, None] * self.rope_freq  # (N, 1, hs/2)
+    def forward(self, ids, pos, attend, checkpointing=False):
+        """checkpointing: keep one hidden state a layer for the backward pass and compute the rest again: less memory, a third
+        more time."""
+        x = self.embed_tokens(ids)                                                           # (N, C)
+        angle = pos.to(torch.promote_types(x.dtype, torch.float32))[:, None] * self.rope_freq  # (N, hs/2)
         cos, sin = angle.cos(), angle.sin()
         for layer in self.layers:
-            x = layer(x, cos, sin, attend)
+            if checkpointing and torch.is_grad_enabled():
+                x = checkpoint(layer, x, cos, sin, attend, **CHECKPOINT)
+            else:
+                x = layer(x, cos, sin, attend, slices=not torch.is_grad_enabled())
         return self.norm(x)
+
+    def tensors(self):
+        """{name in the checkpoint, without the leading "model.": tensor}; parts of the joined matrices are slices of them."""
+        c, out = self.config, {}
+        heads = [n * c.head_size for n in (c.n_head, c.n_kv_head, c.n_kv_head)]
+        for name, p in self.named_parameters():
+            for joined, parts, sizes in (("qkv_proj", ("q_proj", "k_proj", "v_proj"), heads),
+                                         ("gate_up_proj", ("gate_proj", "up_proj"), [c.mlp_width] * 2)):
+                if joined in name:
+                    out.update({name.replace(joined, part): x for part, x in zip(parts, p.detach().split(sizes))})
+                    break
+            else:
+                out[name] = p.detach()
+        return out
 
     @property
     def head(self):
@@ -294,20 +316,20 @@ class Transformer(nn.Module):
             k = k.removeprefix("model.")
             if k in tensors or not t.is_floating_point():
                 raise ValueError(f"{path}: tensor {k} " + ("is there twice" if k in tensors else f"has dtype {t.dtype}"))
-            tensors[k] = t.to(device=device, dtype=dtype, copy=True)  # a copy: what is read is a view of the file
+            tensors[k] = t  # a view of the file, read when it is copied
         if model.config.tied:
             tensors.pop("lm_head.weight", None)  # the config wins when a tied checkpoint carries both
         tensors = {k: t for k, t in tensors.items() if not k.endswith("rotary_emb.inv_freq")}  # old exports store a table
-        want = {k: tuple(p.shape) for k, p in model.named_parameters()}
+        want = model.tensors()
         for what, names in (("lacks", want.keys() - tensors.keys()), ("has unused", tensors.keys() - want.keys())):
             if names:
                 raise ValueError(f"{path} {what} {len(names)} tensor(s), e.g. {min(names)}")
-        for k, shape in want.items():
-            if tuple(tensors[k].shape) != shape:
-                raise ValueError(f"{path}: {k} has shape {tuple(tensors[k].shape)}, config.json implies {shape}")
-        model.load_state_dict(tensors, strict=True, assign=True)
-        for p in model.parameters():
-            p.requires_grad_(True)
+        for k, t in want.items():
+            if tensors[k].shape != t.shape:
+                raise ValueError(f"{path}: {k} has shape {tuple(tensors[k].shape)}, config.json implies {tuple(t.shape)}")
+        model = model.to(dtype).to_empty(device=device)
+        for k, t in model.tensors().items():  # all of them, as was just checked
+            t.copy_(tensors[k])
         model.rope_freq = rope_frequencies(model.config).to(model.device)
         return model
 
@@ -318,7 +340,7 @@ class Transformer(nn.Module):
         from safetensors.torch import save_file
         os.makedirs(path, exist_ok=True)
         full = lambda k: k if k.startswith("lm_head.") else "model." + k
-        tensors = {full(k): p.detach().cpu().contiguous() for k, p in self.named_parameters()}
+        tensors = {full(k): t.to("cpu", copy=True) for k, t in self.tensors().items()}
         file = os.path.join(path, "model.safetensors")
         try:
             save_file(tensors, file + ".tmp", metadata={"format": "pt"})

@@ -10,14 +10,18 @@ from the compressed cache, one token per sample and step, and records the log-pr
 and gives every key of every layer and KV head the row at which it dies. One forward pass under these lifetimes then
 scores both the dense policy and the policy that really sampled (the shadow policy).
 
-Left out on purpose: top-p and top-k (they cut the support and bias every ratio), beam search, streaming, CUDA graphs.
+On a GPU the decoding step is recorded once per rollout as a CUDA graph and replayed for every further token.
+
+Left out on purpose: beam search, streaming.
 """
 from dataclasses import dataclass, field
+from itertools import groupby
 
 import torch
 
 from kvcache import KVCache
-from shadow_attn import shadow_attention
+from sampling import sample
+from shadow_attn import prepare, shadow_attention
 
 
 @dataclass
@@ -47,41 +51,34 @@ class Rollout:
 
 def prefill(model, cache, prompts, max_rows):
     """Run the prompts densely, packed into rows of about `max_rows` tokens, filling `cache`. -> last tokens' logits (B, V)"""
-    logits, b = [], 0
-    while b < len(prompts):
-        chunk = [b]
-        while chunk[-1] + 1 < len(prompts) and sum(len(prompts[i]) for i in chunk) + len(prompts[chunk[-1] + 1]) <= max_rows:
-            chunk.append(chunk[-1] + 1)
-        sizes = [len(prompts[i]) for i in chunk]
+    logits, first = [], 0
+    while first < len(prompts):
+        last = first + 1
+        while last < len(prompts) and sum(map(len, prompts[first:last + 1])) <= max_rows:
+            last += 1
+        sizes = [len(p) for p in prompts[first:last]]
         n = torch.tensor(sizes, device=model.device)                                                  # (prompts,)
         ends = n.cumsum(0)                                                                            # (prompts,)
         # a key dies where its prompt ends
-        until = ends.repeat_interleave(n).int().expand(model.config.n_kv_head, -1).contiguous()       # (nkv, N)
-        starts = (ends - n).tolist()
-        ids = torch.tensor([t for i in chunk for t in prompts[i]], device=model.device)              # (N,)
+        until = ends.repeat_interleave(n, output_size=sum(sizes)).int().expand(model.config.n_kv_head, -1).contiguous()  # (nkv, N)
+        plan = prepare(until, backward=False) if until.is_cuda else None  # once for all layers
+        ids = torch.tensor([t for p in prompts[first:last] for t in p], device=model.device)         # (N,)
         pos = torch.cat([torch.arange(size, device=model.device) for size in sizes])                 # (N,)
 
         def attend(layer, q, k, v):
-            y = shadow_attention(q, k, v, until)
-            for i, start, size in zip(chunk, starts, sizes):  # compressed before the next layer runs
-                rows = slice(start, start + size)
-                cache.write_prompt(i, layer, q[rows], k[rows], v[rows])
+            y = shadow_attention(q, k, v, until, plan=plan)
+            row, b = 0, first
+            for size, same in groupby(sizes):  # compressed before the next layer runs
+                which = slice(b, b + len(list(same)))
+                rows = slice(row, row + size * (which.stop - b))
+                cache.write_prompts(which, layer, q[rows], k[rows], v[rows])
+                row, b = rows.stop, which.stop
             return y
 
         hidden = model(ids, pos, attend)                                                              # (N, C)
         logits.append(model.logits(hidden[ends - 1]))                                                 # (prompts, V)
-        b = chunk[-1] + 1
+        first = last
     return torch.cat(logits)
-
-
-def sample(logits, temperature, rng):
-    """logits (S, V) fp32 -> token (S,), its log-prob (S,) under softmax(logits / temperature); temperature 0: the maximum."""
-    logp = (logits / (temperature or 1.0)).log_softmax(-1)                                            # (S, V)
-    noise = 0.0
-    if temperature:  # argmax of log-probs plus Gumbel noise is an exact sample (the Gumbel-max trick)
-        noise = -torch.empty_like(logp).exponential_(generator=rng).clamp_min_(torch.finfo(logp.dtype).tiny).log_()
-    token = (logp + noise).argmax(-1)                                                                 # (S,)
-    return token, logp.gather(1, token[:, None])[:, 0]
 
 
 def check_request(model, prompts, group, max_new_tokens, temperature, response_budget):
@@ -100,6 +97,17 @@ def check_request(model, prompts, group, max_new_tokens, temperature, response_b
             raise ValueError(f"prompt {b} has {len(p)} tokens; with {max_new_tokens} new ones that exceeds the context of {c.max_pos}")
         if min(p) < 0 or max(p) >= c.vocab_size:
             raise ValueError(f"prompt {b} holds token id {min(p) if min(p) < 0 else max(p)}, the vocabulary has {c.vocab_size}")
+
+
+def record(step):
+    """Record the kernels that step() launches in a CUDA graph, without running them. -> a function that runs them all in one launch
+
+    Decoding launches some 500 kernels per token that last a few microseconds each: launched one by one, the host is the limit.
+    What changes from token to token (slot, position, random numbers) must be read from the device."""
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        step()
+    return graph.replay
 
 
 @torch.no_grad()
@@ -123,22 +131,35 @@ def generate(model, prompts, group, max_new_tokens, temperature=1.0, evict="snap
     logps = torch.zeros(S, R, dtype=torch.float32, device=dev)
     lengths = torch.full((S,), R, device=dev)
     done = torch.zeros(S, dtype=torch.bool, device=dev)
+    new = torch.zeros(S, dtype=torch.int64, device=dev)                                               # tokens drawn last
     start = torch.tensor([len(p) for p in prompts], device=dev).repeat_interleave(group)              # (S,) first position
 
-    logits = prefill(model, cache, prompts, prefill_rows).repeat_interleave(group, 0)                 # (S, V) each row draws
-    for t in range(R):
-        token, logp = sample(logits, temperature, rng)
-        tokens[:, t] = token.where(~done, 0)
-        logps[:, t] = logp.where(~done, 0.0)
+    def draw(logits):
+        """Draw response token t of every sample. All in place and on the device: a CUDA graph records it once."""
+        t = cache.t
+        token, logp = sample(logits, temperature, rng, seed, t)
+        tokens.index_copy_(1, t[None], token.where(~done, 0)[:, None])
+        logps.index_copy_(1, t[None], logp.where(~done, 0.0)[:, None])
         ends = torch.isin(token, stop) & ~done
-        lengths = lengths.where(~ends, t + 1)
-        done = done | ends
-        # asking the device whether all rows are done stalls it, so ask now and then; the steps in between change nothing
-        if t == R - 1 or ((dev.type == "cpu" or t % 8 == 7) and bool(done.all())):
-            break
-        hidden = model(token, start + t, cache.attend)                                                # (S, C)
+        lengths.copy_(lengths.where(~ends, t + 1))
+        done.logical_or_(ends)
+        new.copy_(token)
+
+    def step():
+        """Feed the tokens drawn last, then draw the next."""
+        hidden = model(new, start + cache.t, cache.attend)                                            # (S, C)
         cache.advance()
-        logits = model.logits(hidden)                                                                 # (S, V)
+        draw(model.logits(hidden))                                                                    # (S, V)
+
+    draw(prefill(model, cache, prompts, prefill_rows).repeat_interleave(group, 0))
+    run = step
+    for t in range(1, R):
+        # asking the device whether all rows are done stalls it, so ask now and then; the steps in between change nothing
+        if len(stop) and (dev.type == "cpu" or t % 8 == 0) and bool(done.all()):
+            break
+        if t == 2 and dev.type == "cuda":  # the step before has compiled and warmed up all there is
+            run = record(step)
+        run()
 
     per_key = c.kv_bytes_per_token(model.dtype)
     total, own = sum(len(p) for p in prompts), S * (R - 1)  # prompt tokens; response keys

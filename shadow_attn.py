@@ -43,12 +43,13 @@ except ImportError:  # Mac, Windows: the reference still works
     triton, tl = None, SimpleNamespace(constexpr=None)
 
 
-def shadow_attention(q, k, v, until, scale=None, impl=None):
+def shadow_attention(q, k, v, until, scale=None, impl=None, plan=None):
     """Attention in which query row i sees key row j iff j <= i < until[kv_head, j].
 
     q (N, nh, hs), k and v (N, nkv, hs), any strides, one floating dtype; until (nkv, N) int32, in rows. Query head h reads
     KV head h // (nh // nkv). scale: factor on q.k, 1/sqrt(hs) if None. impl: "triton", "ref", or None for Triton on CUDA
-    and the reference elsewhere. Returns (N, nh, hs) in q's dtype, differentiable once in q, k and v. Raises ValueError for
+    and the reference elsewhere. plan: `prepare(until)`, if the caller made it before (once for all layers); the reference ignores
+    it. Returns (N, nh, hs) in q's dtype, differentiable once in q, k and v. Raises ValueError for
     shapes, dtypes and devices that do not fit, and for a forced impl that cannot run here."""
     check(q, k, v, until)
     scale = q.shape[2] ** -0.5 if scale is None else float(scale)
@@ -69,7 +70,7 @@ def shadow_attention(q, k, v, until, scale=None, impl=None):
     if q.shape[2] > 128:
         raise ValueError(f"impl='triton' takes head sizes up to 128, got {q.shape[2]}")
     with torch.cuda.device_of(q):  # Triton launches on the current card, which need not be q's
-        return ShadowAttention.apply(q, k, v, until, scale)
+        return ShadowAttention.apply(q, k, v, plan or prepare(until, torch.is_grad_enabled()), scale)
 
 
 def check(q, k, v, until):
@@ -154,39 +155,51 @@ def attend_chunk(q, k, v, dies, lo, scale):
 # ---- preparation: sort the keys, list the tiles ----
 
 TILE_Q, TILE_K = 128, 64  # granularity of the lists: rows of a query tile, keys of a key tile
+FEW_TILES = 1024  # key tiles of all KV heads: about eight for each processor of a large card
 
 
-def prepare(until):
+def prepare(until, backward=True):
     """Sort each KV head's keys by the time they die and list which tiles meet. Never waits for the GPU.
 
     until (nkv, N) int32. Returns
       born, dies (nkv, nk * TILE_K) int32: row and `until` of each sorted key. Keys that are never visible and the padding
         (born >= N) have dies = 0, so they come first and fill dead tiles;
-      by_query = (lists (nkv, nq, nk), partial (nkv, nq), visible (nkv, nq), order (nkv * nq,)), all int32: for each query tile
+      by_query = (lists (nkv, nq, nk) int16, partial (nkv, nq), visible (nkv, nq), order (nkv * nq,)), int32: for each query tile
         the key tiles to visit, first `partial` ones that need a mask, then full ones, `visible` in all (what follows is dead);
         `order` has the flat tile indices, longest list first, so that no long program starts last;
-      by_key: the same transposed, for each key tile the query tiles that see it."""
-    nkv, N = until.shape
+      by_key: the same transposed, for each key tile the query tiles that see it; None without `backward`."""
+    return prepare_layers(until[None], backward)[0]
+
+
+def prepare_layers(until, backward=True):
+    """The same for all layers in one go, as its small launches cost more than their work: until (L, nkv, N) -> list of L."""
+    (L, nkv, N), flat = until.shape, until.flatten(0, 1)
+    if N > TILE_K * 2**15:
+        raise ValueError(f"{N} rows are more than the kernel's 16-bit tile numbers reach ({TILE_K * 2**15})")
     row = torch.arange(-(-N // TILE_K) * TILE_K, device=until.device, dtype=torch.int32)
-    dies = F.pad(until, (0, len(row) - N))                             # (nkv, nk * TILE_K)
+    dies = F.pad(flat, (0, len(row) - N))                              # (L * nkv, nk * TILE_K)
     dies, born = torch.where(dies > row, dies, 0).sort(dim=1, stable=True)
     born = born.int()
     first = row[:N:TILE_Q, None]                                       # (nq, 1) first and last row of each query tile
     last = (first + TILE_Q - 1).clamp(max=N - 1)
-    born_min, born_max = born.view(nkv, 1, -1, TILE_K).aminmax(dim=3)  # (nkv, 1, nk)
-    dies_min, dies_max = dies.view(nkv, 1, -1, TILE_K).aminmax(dim=3)
-    some = (born_min <= last) & (dies_max > first)                     # (nkv, nq, nk) no pair outside these tiles is visible
+    born_min, born_max = born.view(L * nkv, 1, -1, TILE_K).aminmax(dim=3)  # (L * nkv, 1, nk)
+    dies_min, dies_max = dies.view(L * nkv, 1, -1, TILE_K).aminmax(dim=3)
+    some = (born_min <= last) & (dies_max > first)                     # (L * nkv, nq, nk) no pair outside these tiles is visible
     full = (born_max <= first) & (dies_min > last)                     # every pair inside these is
-    return born, dies, tile_lists(some, full), tile_lists(some.mT, full.mT)
+    by_query = tile_lists(some, full, L)
+    by_key = tile_lists(some.mT, full.mT, L) if backward else [None] * L
+    return list(zip(born.view(L, nkv, -1), dies.view(L, nkv, -1), by_query, by_key))
 
 
-def tile_lists(some, full):
-    """some, full (nkv, a, b) bool, full implies some -> (lists, partial, visible, order) as in `prepare`."""
+def tile_lists(some, full, L):
+    """some, full (L * nkv, a, b) bool, full implies some -> for each layer (lists, partial, visible, order) as in `prepare`."""
     partial = some & ~full
     kind = (partial.char() + some).contiguous()  # partial 2, full 1, dead 0
-    lists = kind.argsort(dim=2, descending=True, stable=True).int()
+    lists = kind.argsort(dim=2, descending=True, stable=True).short()
     visible = some.sum(2, dtype=torch.int32)
-    return lists, partial.sum(2, dtype=torch.int32), visible, visible.flatten().argsort(descending=True).int()
+    order = visible.view(L, -1).argsort(dim=1, descending=True).int()
+    layers = lambda x: x.unflatten(0, (L, -1))
+    return list(zip(layers(lists), layers(partial.sum(2, dtype=torch.int32)), layers(visible), order))
 
 
 # ---- Triton kernels ----
@@ -196,7 +209,7 @@ def tile_lists(some, full):
 
 def jit(f):
     # by default Triton compiles again when an integer becomes 1 or a multiple of 16, and N is new at every step
-    return triton.jit(f, do_not_specialize=["N", "nq", "nk", "nh", "group"]) if triton else f
+    return triton.jit(f, do_not_specialize=["N", "nq", "nk", "nh", "group", "shares"]) if triton else f
 
 
 @jit
@@ -248,7 +261,7 @@ def forward_loop(acc, m, l, q, rows, K, V, born, dies, tiles, lo, hi, scale, MAS
     SUB: tl.constexpr = TILE_K // BLOCK_K
     c = tl.arange(0, HP)
     for t in range(lo * SUB, hi * SUB):
-        keys = tl.load(tiles + t // SUB) * TILE_K + t % SUB * BLOCK_K + tl.arange(0, BLOCK_K)
+        keys = tl.load(tiles + t // SUB).to(tl.int32) * TILE_K + t % SUB * BLOCK_K + tl.arange(0, BLOCK_K)
         k = tl.load(K + keys[:, None] * HP + c[None, :])                   # (BLOCK_K, HP)
         s = tl.dot(q, tl.trans(k), input_precision="ieee")                 # (BLOCK_Q, BLOCK_K)
         if MASKED:
@@ -298,7 +311,7 @@ def dq_loop(dq, q, do, lse, delta, rows, K, V, born, dies, tiles, lo, hi, scale,
     SUB: tl.constexpr = TILE_K // BLOCK_K
     c = tl.arange(0, HP)
     for t in range(lo * SUB, hi * SUB):
-        keys = tl.load(tiles + t // SUB) * TILE_K + t % SUB * BLOCK_K + tl.arange(0, BLOCK_K)
+        keys = tl.load(tiles + t // SUB).to(tl.int32) * TILE_K + t % SUB * BLOCK_K + tl.arange(0, BLOCK_K)
         k = tl.load(K + keys[:, None] * HP + c[None, :])                   # (BLOCK_K, HP)
         v = tl.load(V + keys[:, None] * HP + c[None, :])
         p = tl.exp2(tl.dot(q, tl.trans(k), input_precision="ieee") * scale - lse[:, None])  # (BLOCK_Q, BLOCK_K)
@@ -342,7 +355,7 @@ def dkv_loop(dk, dv, k, v, b, d, Q, DO, LSE, DELTA, sq_row, sq_col, so_row, so_c
     # one query head; scores are transposed, (BLOCK_K, BLOCK_Q), so that p and ds are left operands straight from registers
     SUB: tl.constexpr = TILE_Q // BLOCK_Q
     for t in range(lo * SUB, hi * SUB):
-        start = tl.load(tiles + t // SUB) * TILE_Q + t % SUB * BLOCK_Q
+        start = tl.load(tiles + t // SUB).to(tl.int32) * TILE_Q + t % SUB * BLOCK_Q
         rows = start + tl.arange(0, BLOCK_Q)
         q = load_rows(Q, sq_row, sq_col, start, N, BLOCK_Q, HS, HP)        # (BLOCK_Q, HP)
         lse, delta = tl.load(LSE + rows), tl.load(DELTA + rows)            # (BLOCK_Q,) lse is +inf past the last row
@@ -359,12 +372,13 @@ def dkv_loop(dk, dv, k, v, b, d, Q, DO, LSE, DELTA, sq_row, sq_col, so_row, so_c
 
 @jit
 def dkv_kernel(Q, K, V, DO, LSE, DELTA, DK, DV, born, dies, lists, partial, visible, order,
-               sq_row, sq_head, sq_col, so_row, so_head, so_col, N, nq, nk, nh, group, scale, scale_out,
+               sq_row, sq_head, sq_col, so_row, so_head, so_col, N, nq, nk, nh, group, scale, scale_out, shares,
                HS: tl.constexpr, HP: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr,
                TILE_Q: tl.constexpr, TILE_K: tl.constexpr):
-    # one program per key tile or part of one; it sums over the query heads of its group, in fp32 and in a fixed order
+    # one program per key tile or part of one; it sums over the query heads of its group, in fp32 and in a fixed order, or over
+    # one of `shares` equal shares of them: DK, DV (shares, N, nkv, HS) are then added up outside
     PARTS: tl.constexpr = TILE_K // BLOCK_K
-    pid = tl.program_id(0)
+    pid, share = tl.program_id(0) // shares, tl.program_id(0) % shares
     flat = tl.load(order + pid // PARTS)
     kv, c = (flat // nk).to(tl.int64), tl.arange(0, HP)
     keys = (kv * nk + flat % nk) * TILE_K + pid % PARTS * BLOCK_K + tl.arange(0, BLOCK_K)
@@ -376,7 +390,7 @@ def dkv_kernel(Q, K, V, DO, LSE, DELTA, DK, DV, born, dies, lists, partial, visi
 
     dk = tl.zeros((BLOCK_K, HP), tl.float32)
     dv = tl.zeros((BLOCK_K, HP), tl.float32)
-    for g in range(group):
+    for g in range(group // shares * share, group // shares * (share + 1)):
         head = kv * group + g
         q, do, lse, delta = Q + head * sq_head, DO + head * so_head, LSE + head * nq * TILE_Q, DELTA + head * nq * TILE_Q
         dk, dv = dkv_loop(dk, dv, k, v, b, d, q, do, lse, delta, sq_row, sq_col, so_row, so_col, tiles, 0, n_partial,
@@ -384,7 +398,7 @@ def dkv_kernel(Q, K, V, DO, LSE, DELTA, DK, DV, born, dies, lists, partial, visi
         dk, dv = dkv_loop(dk, dv, k, v, b, d, q, do, lse, delta, sq_row, sq_col, so_row, so_col, tiles, n_partial, n_visible,
                           N, scale, False, HS, HP, BLOCK_Q, TILE_Q)
     # undo the sort: each key's gradient goes to the row where it was born
-    at = (b.to(tl.int64) * (nh // group) + kv)[:, None] * HS + c[None, :]
+    at = ((share.to(tl.int64) * N + b) * (nh // group) + kv)[:, None] * HS + c[None, :]
     real = (b < N)[:, None] & (c < HS)[None, :]
     tl.store(DK + at, (dk * scale_out).to(DK.dtype.element_ty), mask=real)
     tl.store(DV + at, dv.to(DV.dtype.element_ty), mask=real)
@@ -396,8 +410,10 @@ def configs(kernel, dtype, width):
     """(BLOCK_Q, BLOCK_K, warps, stages) for a kernel's name, best first; later ones need less shared memory. Tuned on an H100."""
     if dtype == torch.float32:  # true fp32 runs on the ordinary cores: small blocks, or the compiler unrolls for minutes
         return [(32, 32, 4, 1), (16, 16, 4, 1)]
-    best = (64, 64, 4, 2) if kernel != "forward_kernel" else (128, 64, 4, 3) if width == 128 else (64, 64, 4, 3)
-    return [best, (64, 32, 4, 2), (32, 32, 4, 1)]
+    wide = width == 128
+    best = dict(forward_kernel=(128, 64, 8 if wide else 4, 3), dq_kernel=(128, 64, 8 if wide else 4, 3),
+                dkv_kernel=(32 if wide else 64, 64, 4, 3))[kernel]
+    return [best, (64, 64, 4, 2), (64, 32, 4, 2), (32, 32, 4, 1)]
 
 
 SETTLED = {}  # (kernel, dtype, width) -> index of the first config that fits this card
@@ -433,17 +449,18 @@ def sort_keys(x, born, dies, width):
 
 class ShadowAttention(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, q, k, v, until, scale):
+    def forward(ctx, q, k, v, plan, scale):
         (N, nh, hs), nkv = q.shape, k.shape[1]
         width = max(16, triton.next_power_of_2(hs))  # tl.arange and tl.dot want powers of two, 16 or more
-        born, dies, by_query, by_key = prepare(until)
+        born, dies, by_query, by_key = plan
         k, v = sort_keys(k, born, dies, width), sort_keys(v, born, dies, width)  # (nkv, nk * TILE_K, width)
         nq, nk = by_query[0].shape[1:]
         out = torch.empty((N, nh, hs), device=q.device, dtype=q.dtype)
         lse = torch.empty((nh, nq * TILE_Q), device=q.device, dtype=torch.float32)
         launch(forward_kernel, q.dtype, width, lambda block_q, _: nh * nq * (TILE_Q // block_q), q, k, v, out, lse, born, dies,
                *by_query, *q.stride(), N, nq, nk, nh, nh // nkv, scale * math.log2(math.e), HS=hs)
-        ctx.save_for_backward(q, k, v, out, lse, born, dies, *by_query, *by_key)
+        if by_key:
+            ctx.save_for_backward(q, k, v, out, lse, born, dies, *by_query, *by_key)
         ctx.scale = scale
         return out
 
@@ -455,13 +472,16 @@ class ShadowAttention(torch.autograd.Function):
         nq, nk = lists[0].shape[1:]
         delta = torch.empty_like(lse)
         dq = torch.empty((N, nh, hs), device=q.device, dtype=q.dtype)
-        dk, dv = (torch.empty((N, nkv, hs), device=q.device, dtype=q.dtype) for _ in "kv")
+        # with few KV heads a tile's program is long and there are few: query heads of a group then go to programs of their own
+        shares = nh // nkv if nkv * nk < FEW_TILES else 1
+        dk, dv = (torch.empty((shares, N, nkv, hs), device=q.device, dtype=q.dtype if shares == 1 else torch.float32) for _ in "kv")
         # grad's own strides: after .sum() it is one number seen through strides of 0
         tail = (*q.stride(), *grad.stride(), N, nq, nk, nh, nh // nkv, ctx.scale * math.log2(math.e), ctx.scale)
         launch(dq_kernel, q.dtype, width, lambda block_q, _: nh * nq * (TILE_Q // block_q),
                q, k, v, out, grad, lse, delta, dq, born, dies, *lists[:4], *tail, HS=hs)
-        launch(dkv_kernel, q.dtype, width, lambda _, block_k: nkv * nk * (TILE_K // block_k),
-               q, k, v, grad, lse, delta, dk, dv, born, dies, *lists[4:], *tail, HS=hs)
+        launch(dkv_kernel, q.dtype, width, lambda _, block_k: nkv * nk * (TILE_K // block_k) * shares,
+               q, k, v, grad, lse, delta, dk, dv, born, dies, *lists[4:], *tail, shares, HS=hs)
+        dk, dv = (x[0] if shares == 1 else x.sum(0).to(q.dtype) for x in (dk, dv))
         return dq, dk, dv, None, None
 
 

@@ -65,6 +65,7 @@ clip = 0.2                # lower clip of the ratio
 clip_high = 0.2           # upper clip of the ratio; 0.28 in DAPO
 updates = 1               # optimizer steps per rollout; 1 .. 4, and a lower lr with more
 micro_rows = 16384        # packed rows per forward pass of the learner; lower it if memory runs out
+checkpointing = False     # keep one hidden state per row and layer, compute the rest again: a third more time; for long prompts
 # optimizer: AdamW on fp32 masters
 steps = 120
 lr = 3e-4
@@ -217,7 +218,8 @@ def learn(net, opt, rollout, adv, c, lr):
         for i, part in enumerate(parts):
             say(f"update {update + 1}/{c.updates}, micro-batch {i + 1}/{len(parts)}")
             r = rollout.select(part)
-            out = replay(net, r, policies, distill_to=c.distill_to if both else None, stats=update == 0)
+            out = replay(net, r, policies, distill_to=c.distill_to if both else None, stats=update == 0,
+                         checkpointing=c.checkpointing)
             logp = out[c.learner]
             # first update after a rollout: the ratio is exactly 1, and with norm "sequence" the loss 0; the gradient is not
             loss, stats = policy_loss(logp, old.get(i), adv[part], r.mask, c.clip, c.clip_high, c.norm, scale=scale[part])
@@ -228,7 +230,6 @@ def learn(net, opt, rollout, adv, c, lr):
                 loss = loss + c.distill * kl
             sums["loss"] += loss.item()
             loss.backward()
-            opt.collect()
             old.setdefault(i, logp.detach())
             if update == 0:
                 out["gap"] = (logp.detach() - r.logp_roll).abs()

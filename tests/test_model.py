@@ -14,7 +14,8 @@ import torch
 import torch.nn.functional as F
 
 sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
-from model import Config, RMSNorm, Transformer, find_checkpoint, matmul32, rope_frequencies, rotate
+from fused import rotate_one
+from model import Config, RMSNorm, Transformer, find_checkpoint, matmul32, rope_frequencies
 
 transformers = pytest.importorskip("transformers")
 from safetensors.torch import load_file, save_file
@@ -132,7 +133,9 @@ def test_gradients_equal_transformers(tmp_path, name, tied):
     F.cross_entropy(logits(model, IDS[:-1]), IDS[1:]).backward()
     F.cross_entropy(hf_logits(hf, IDS[:-1]), IDS[1:]).backward()
     theirs = {k.removeprefix("model."): p.grad for k, p in hf.named_parameters()}
-    ours = {k: p.grad for k, p in model.named_parameters()}
+    for p in model.parameters():
+        p.data = p.grad
+    ours = model.tensors()  # the gradients, by the names of the checkpoint
     assert ours.keys() == theirs.keys() and ("lm_head.weight" in ours) == (not tied)
     worst = max(((ours[k] - theirs[k]).norm() / theirs[k].norm()).item() for k in ours)
     print(f"{name}: largest relative gradient difference {worst:.1e}")
@@ -162,11 +165,11 @@ def test_tied_checkpoint_that_carries_a_head(tmp_path):
 
 
 def zero(key):
-    return lambda model: dict(model.named_parameters())[key].data.zero_()
+    return lambda model: model.tensors()[key].zero_()
 
 
 def one(key):
-    return lambda model: dict(model.named_parameters())[key].data.fill_(1)
+    return lambda model: model.tensors()[key].fill_(1)
 
 
 BROKEN = {  # what a careless loader gets wrong -> model, and what it then does
@@ -197,11 +200,11 @@ def test_negative_controls(tmp_path, what):
 
 
 def test_half_rotation_is_not_interleaved():
-    x, angle = torch.randn(3, 2, 8), torch.arange(3.0)[:, None, None] * torch.tensor([1, 0.1, 0.01, 0.001])
-    z = torch.complex(x[..., :4], x[..., 4:]) * torch.polar(torch.ones_like(angle), angle)  # channel i pairs with i + hs/2
-    torch.testing.assert_close(rotate(x, angle.cos(), angle.sin()), torch.cat((z.real, z.imag), -1))
-    z = torch.view_as_complex(x.view(3, 2, 4, 2)) * torch.polar(torch.ones_like(angle), angle)
-    assert (rotate(x, angle.cos(), angle.sin()) - torch.view_as_real(z).flatten(-2)).abs().max() > 0.1
+    x, angle = torch.randn(3, 2, 8), torch.arange(3.0)[:, None] * torch.tensor([1, 0.1, 0.01, 0.001])
+    z = torch.complex(x[..., :4], x[..., 4:]) * torch.polar(torch.ones_like(angle), angle)[:, None]  # channel i pairs with i + hs/2
+    torch.testing.assert_close(rotate_one(x, angle.cos(), angle.sin()), torch.cat((z.real, z.imag), -1))
+    z = torch.view_as_complex(x.view(3, 2, 4, 2)) * torch.polar(torch.ones_like(angle), angle)[:, None]
+    assert (rotate_one(x, angle.cos(), angle.sin()) - torch.view_as_real(z).flatten(-2)).abs().max() > 0.1
 
 
 def raw_config(**keys):

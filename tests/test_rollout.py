@@ -169,26 +169,26 @@ def test_heads_vote_for_themselves():
 def test_storage_is_freed(model, monkeypatch):
     """Storage equals the formula to the byte, and when a layer is written nothing of the layers before it is left."""
     refs, alive = [], []
-    write = KVCache.write_prompt
+    write = KVCache.write_prompts
 
-    def spy(cache, b, layer, q, k, v):
+    def spy(cache, which, layer, q, k, v):
         alive.append(sum(r() is not None for l, r in refs if l < layer))
-        write(cache, b, layer, q, k, v)
+        write(cache, which, layer, q, k, v)
         refs.append((layer, weakref.ref(k.untyped_storage())))
 
-    monkeypatch.setattr(KVCache, "write_prompt", spy)
+    monkeypatch.setattr(KVCache, "write_prompts", spy)
     r = generate(model, prompts(100, 100), 3, 9, evict="snapkv", **SMALL)
-    assert alive == [0] * 6 and all(ref() is None for _, ref in refs)
+    assert alive == [0] * 3 and all(ref() is None for _, ref in refs)
     L, nkv, hs, bytes_ = 3, 2, 16, 4
     assert r.kv["kept"] == 2 * L * nkv * hs * bytes_ * (2 * 24 + 2 * 3 * 8)
     assert r.kv["dense_shared"] == 2 * L * nkv * hs * bytes_ * (2 * 100 + 2 * 3 * 8)
     assert r.kv["dense"] == 2 * L * nkv * hs * bytes_ * (2 * 3 * 100 + 2 * 3 * 8)
     # the control: a cache that kept views would be found out
-    monkeypatch.setattr(kvcache.KVCache, "write_prompt", lambda cache, b, layer, q, k, v: (
-        write(cache, b, layer, q, k, v), cache.prompt.__setitem__(layer, (k[:24], v[:24]))))
+    monkeypatch.setattr(kvcache.KVCache, "write_prompts", lambda cache, which, layer, q, k, v: (
+        write(cache, which, layer, q, k, v), cache.prompt.__setitem__(layer, (k[:24], v[:24]))))
     cache = KVCache(model.config, [100], 1, 9, device="cpu", **SMALL)
     k = torch.randn(100, 2, 16)
-    cache.write_prompt(0, 0, torch.randn(100, 4, 16), k, k.clone())
+    cache.write_prompts(slice(0, 1), 0, torch.randn(100, 4, 16), k, k.clone())
     assert cache.nbytes() > 2 * L * nkv * hs * bytes_ * (24 + 8)
 
 
@@ -216,11 +216,11 @@ def test_nothing_of_size_rows_squared(model):
 def test_sampling(model):
     """Log-probs at the sampling temperature; draws follow them; the first token of a group is drawn per row; seeds repeat."""
     logits = torch.tensor([[2.0, 1.0, 0.0]]).expand(200_000, 3)
-    token, logp = sample(logits, 0.5, torch.Generator().manual_seed(0))
+    token, logp = sample(logits, 0.5, torch.Generator().manual_seed(0), 0, None)
     want = torch.tensor([4.0, 2.0, 0.0]).log_softmax(0)
     assert torch.allclose(logp, want[token]) and abs(want[0].item() + 0.1429) < 1e-4
     assert torch.allclose(token.bincount() / 200_000, want.exp(), atol=3e-3)
-    token, logp = sample(logits[:2], 0.0, None)
+    token, logp = sample(logits[:2], 0.0, None, 0, None)
     assert token.tolist() == [0, 0] and torch.allclose(logp, torch.tensor([2.0, 1.0, 0.0]).log_softmax(0)[[0, 0]])
     ask = dict(group=16, max_new_tokens=3, temperature=2.0, **SMALL)
     a, b, c = (generate(model, prompts(40), seed=s, **ask) for s in (0, 0, 1))

@@ -16,7 +16,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import shadow_attn
-from shadow_attn import TILE_K, TILE_Q, group_until, prepare, shadow_attention, shadow_attention_ref, triton
+from shadow_attn import TILE_K, TILE_Q, group_until, prepare, prepare_layers, shadow_attention, shadow_attention_ref, triton
 
 CUDA = torch.cuda.is_available()
 INTERPRET = os.environ.get("TRITON_INTERPRET") == "1"
@@ -295,6 +295,27 @@ def test_prepare_lists_what_is_visible():
     assert n_full > 0 and int(visible.sum()) < 0.6 * heads * nq * nk
     # the lists of a mask shifted by one do not cover this one
     assert not torch.equal(prepare(until - TILE_Q)[2][2], visible)
+
+
+def test_layers_are_prepared_together():
+    until = torch.stack([case(300, 2, 2, 16, seed=s)[4] for s in range(3)])
+    flat = lambda plan: [plan[0], plan[1], *plan[2], *(plan[3] or [])]
+    for layer, plan in zip(until, prepare_layers(until)):
+        alone = prepare(layer)
+        for i, (a, b) in enumerate(zip(flat(plan), flat(alone), strict=True)):
+            assert torch.equal(a, b) or (i in (5, 9) and torch.equal(plan[2 + i // 9][2].flatten()[a.long()],
+                                                                   alone[2 + i // 9][2].flatten()[b.long()]))  # of equals any order
+    assert not torch.equal(prepare_layers(until)[0][0], prepare(until[1])[0])
+    assert prepare(until[0], backward=False)[3] is None
+
+
+@no_triton
+def test_triton_shares_of_query_heads(monkeypatch):
+    """dK and dV from one program per key tile and query head, and from one per key tile: both right, here with 6 heads a group."""
+    device = "cuda" if CUDA else "cpu"
+    for few in (0, 1 << 20):
+        monkeypatch.setattr(shadow_attn, "FEW_TILES", few)
+        check_case("triton", device, torch.float32, 131, 16, (6, 1))
 
 
 def test_sorting_pays():
