@@ -28,6 +28,7 @@ from model import matmul32
 BLOCK = 64        # keys of one step of a program's loop
 SPLIT = 128, 256  # fewest prompt keys, and response keys, of one program
 PROGRAMS = 256    # about two for each processor of a large card: more splits than that only cost
+WARPS = 4
 
 
 def decode_attention(q, k, v, prompt_k, prompt_v, n_kept, response_k, response_v, t, scale=None, impl=None):
@@ -98,49 +99,62 @@ def store_piece(ACC, ML, at, real, acc, m, l, HP: tl.constexpr):
 
 
 @jit
+def prompt_piece(pid, Q, PK, PV, KEPT, ACC, ML, q_row, K, G, splits, size, pieces, scale, NH: tl.constexpr, NKV: tl.constexpr,
+                 HS: tl.constexpr, HP: tl.constexpr, M: tl.constexpr, BLOCK: tl.constexpr):
+    # program of a (prompt, KV head, M of the group's query heads on this KV head, split)
+    GROUP: tl.constexpr = NH // NKV
+    blocks, c = (G * GROUP + M - 1) // M, tl.arange(0, HP)
+    split, kv, b = pid % splits, pid // (splits * blocks) % NKV, pid // (splits * blocks * NKV)
+    row = pid // splits % blocks * M + tl.arange(0, M)
+    real, sample, head = row < G * GROUP, (b * G + row // GROUP).to(tl.int64), kv * GROUP + row % GROUP
+    q = tl.load(Q + (sample * q_row + head * HS)[:, None] + c[None, :], mask=real[:, None] & (c < HS)[None, :], other=0.0)
+    m = tl.full((M,), float("-inf"), tl.float32)
+    l = tl.zeros((M,), tl.float32)
+    acc = tl.zeros((M, HP), tl.float32)
+    first = (b * NKV + kv).to(tl.int64) * K * HS
+    lo = split * size
+    hi = tl.minimum(lo + size, tl.load(KEPT + b))
+    acc, m, l = attend_keys(acc, m, l, q, PK + first, PV + first, lo, hi, scale, HS, HP, BLOCK)
+    store_piece(ACC, ML, (sample * NH + head) * pieces + split, real, acc, m, l, HP)
+
+
+@jit
+def response_piece(pid, Q, KN, VN, RK, RV, T, ACC, ML, q_row, k_row, v_row, R, splits, size, pieces, piece, scale, NH: tl.constexpr,
+                   NKV: tl.constexpr, HS: tl.constexpr, HP: tl.constexpr, M: tl.constexpr, BLOCK: tl.constexpr):
+    # program of a (sample, KV head, split); its pieces come after the `piece` ones of the prompt
+    GROUP: tl.constexpr = NH // NKV
+    split, kv, sample, c = pid % splits, pid // splits % NKV, (pid // (splits * NKV)).to(tl.int64), tl.arange(0, HP)
+    t, row = tl.load(T).to(tl.int32), tl.arange(0, M)
+    real, head = row < GROUP, kv * GROUP + row
+    q = tl.load(Q + (sample * q_row + head * HS)[:, None] + c[None, :], mask=real[:, None] & (c < HS)[None, :], other=0.0)
+    m = tl.full((M,), float("-inf"), tl.float32)
+    l = tl.zeros((M,), tl.float32)
+    acc = tl.zeros((M, HP), tl.float32)
+    first = (sample * NKV + kv) * R * HS
+    if split == 0:  # the new token: alone so far, its weight is 1
+        k = tl.load(KN + sample * k_row + kv * HS + c, mask=c < HS, other=0.0)
+        v = tl.load(VN + sample * v_row + kv * HS + c, mask=c < HS, other=0.0)
+        tl.store(RK + first + t * HS + c, k, mask=c < HS)
+        tl.store(RV + first + t * HS + c, v, mask=c < HS)
+        m = tl.sum(q.to(tl.float32) * k.to(tl.float32)[None, :], 1) * scale
+        l += 1
+        acc += v.to(tl.float32)[None, :]
+    lo = split * size
+    acc, m, l = attend_keys(acc, m, l, q, RK + first, RV + first, lo, tl.minimum(lo + size, t), scale, HS, HP, BLOCK)
+    store_piece(ACC, ML, (sample * NH + head) * pieces + piece + split, real, acc, m, l, HP)
+
+
+@jit
 def pieces_kernel(Q, KN, VN, PK, PV, KEPT, RK, RV, T, ACC, ML, q_row, k_row, v_row, n_prompt, K, R, G, splits_p, splits_r, size_p,
                   size_r, scale, NH: tl.constexpr, NKV: tl.constexpr, HS: tl.constexpr, HP: tl.constexpr, MP: tl.constexpr,
                   MR: tl.constexpr, BLOCK: tl.constexpr):
-    # the first n_prompt programs own (prompt, KV head, MP stacked query rows, split), the others (sample, KV head, split)
-    GROUP: tl.constexpr = NH // NKV
-    pid, c, pieces = tl.program_id(0), tl.arange(0, HP), splits_p + splits_r
+    # both kinds in one launch: the first n_prompt programs have pieces of prompts, the others of responses
+    pid, pieces = tl.program_id(0), splits_p + splits_r
     if pid < n_prompt:
-        blocks = (G * GROUP + MP - 1) // MP
-        split, kv, b = pid % splits_p, pid // (splits_p * blocks) % NKV, pid // (splits_p * blocks * NKV)
-        row = pid // splits_p % blocks * MP + tl.arange(0, MP)             # of the group's query heads on this KV head
-        real, sample, head = row < G * GROUP, b * G + row // GROUP, kv * GROUP + row % GROUP
-        q = tl.load(Q + (sample.to(tl.int64) * q_row + head * HS)[:, None] + c[None, :], mask=real[:, None] & (c < HS)[None, :], other=0.0)
-        first = (b * NKV + kv).to(tl.int64) * K * HS
-        m = tl.full((MP,), float("-inf"), tl.float32)
-        l = tl.zeros((MP,), tl.float32)
-        acc = tl.zeros((MP, HP), tl.float32)
-        lo = split * size_p
-        hi = tl.minimum(lo + size_p, tl.load(KEPT + b))
-        acc, m, l = attend_keys(acc, m, l, q, PK + first, PV + first, lo, hi, scale, HS, HP, BLOCK)
-        store_piece(ACC, ML, (sample.to(tl.int64) * NH + head) * pieces + split, real, acc, m, l, HP)
+        prompt_piece(pid, Q, PK, PV, KEPT, ACC, ML, q_row, K, G, splits_p, size_p, pieces, scale, NH, NKV, HS, HP, MP, BLOCK)
     else:
-        split = (pid - n_prompt) % splits_r
-        kv = (pid - n_prompt) // splits_r % NKV
-        sample = ((pid - n_prompt) // (splits_r * NKV)).to(tl.int64)
-        t = tl.load(T).to(tl.int32)
-        row = tl.arange(0, MR)
-        real, head = row < GROUP, kv * GROUP + row
-        q = tl.load(Q + (sample * q_row + head * HS)[:, None] + c[None, :], mask=real[:, None] & (c < HS)[None, :], other=0.0)
-        first = (sample * NKV + kv) * R * HS
-        m = tl.full((MR,), float("-inf"), tl.float32)
-        l = tl.zeros((MR,), tl.float32)
-        acc = tl.zeros((MR, HP), tl.float32)
-        if split == 0:  # the new token: alone so far, its weight is 1
-            k = tl.load(KN + sample * k_row + kv * HS + c, mask=c < HS, other=0.0)
-            v = tl.load(VN + sample * v_row + kv * HS + c, mask=c < HS, other=0.0)
-            tl.store(RK + first + t * HS + c, k, mask=c < HS)
-            tl.store(RV + first + t * HS + c, v, mask=c < HS)
-            m = tl.sum(q.to(tl.float32) * k.to(tl.float32)[None, :], 1) * scale
-            l += 1
-            acc += v.to(tl.float32)[None, :]
-        lo = split * size_r
-        acc, m, l = attend_keys(acc, m, l, q, RK + first, RV + first, lo, tl.minimum(lo + size_r, t), scale, HS, HP, BLOCK)
-        store_piece(ACC, ML, (sample * NH + head) * pieces + splits_p + split, real, acc, m, l, HP)
+        response_piece(pid - n_prompt, Q, KN, VN, RK, RV, T, ACC, ML, q_row, k_row, v_row, R, splits_r, size_r, pieces, splits_p,
+                       scale, NH, NKV, HS, HP, MR, BLOCK)
 
 
 @jit
@@ -174,7 +188,7 @@ def decode_attention_triton(q, k, v, prompt_k, prompt_v, n_kept, response_k, res
     pieces_kernel[n_prompt + S * nkv * splits_r,](
         q, k, v, prompt_k, prompt_v, n_kept, response_k, response_v, t, acc, ml, q.stride(0), k.stride(0), v.stride(0), n_prompt, K, R,
         S // B, splits_p, splits_r, size_p, SPLIT[1], scale * math.log2(math.e), NH=nh, NKV=nkv, HS=hs, HP=HP, MP=MP,
-        MR=max(16, p2(nh // nkv)), BLOCK=BLOCK)
+        MR=max(16, p2(nh // nkv)), BLOCK=BLOCK, num_warps=WARPS)
     sum_kernel[S * nh,](acc, ml, out, pieces, HS=hs, HP=HP, PIECES=p2(pieces), num_warps=1 if pieces <= 8 else 4)
     return out
 

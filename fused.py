@@ -22,7 +22,7 @@ try:
 except ImportError:  # Mac, Windows: the formulas still work
     triton, tl = None, SimpleNamespace(constexpr=None)
 
-jit = (lambda f: triton.jit(f, do_not_specialize=["N", "seed", "n_prompt", "K", "R", "G", "splits_p", "splits_r", "size_p", "pieces"])) if triton else lambda f: f
+jit = (lambda f: triton.jit(f, do_not_specialize=["N", "seed", "n_prompt", "K", "R", "G", "splits_p", "splits_r", "size_p", "pieces", "parts"])) if triton else lambda f: f
 PROGRAMS = 1024  # partial sums of an RMSNorm weight's gradient
 
 
@@ -37,9 +37,9 @@ def kernels(x):
 
 
 def blocks(width, rows):
-    """(rows, columns) of a program's block: about 4,096 numbers, columns a power of two."""
+    """(rows, columns) of a program's block, powers of two: 4,096 numbers, fewer where programs would be too few for a card."""
     columns = triton.next_power_of_2(width)
-    return max(1, min(4096 // columns, triton.next_power_of_2(rows))), columns
+    return max(1, min(4096 // columns, triton.next_power_of_2(rows // 256 + 1))), columns
 
 
 # ---- RMSNorm ----

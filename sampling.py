@@ -13,7 +13,7 @@ Left out: top-p and top-k (they cut the support and bias every ratio).
 """
 import torch
 
-from fused import jit, kernels, tl
+from fused import jit, kernels, tl, triton
 
 
 def sample(logits, temperature, rng, seed, t):
@@ -30,11 +30,19 @@ def sample(logits, temperature, rng, seed, t):
     return token, logp.gather(1, token[:, None])[:, 0]
 
 
+BLOCK, PARTS = 1024, 16  # logits a program takes at a time, four times; most parts of a row
+
+
 def sample_triton(logits, temperature, seed, t):
     (S, V), logits = logits.shape, logits.contiguous()
+    size = 4 * BLOCK * triton.cdiv(V, 4 * BLOCK * PARTS)                                              # logits of one part
+    parts = triton.cdiv(V, size)
+    found = torch.empty(S, parts, 4, device=logits.device, dtype=torch.float32)
+    where = torch.empty(S, parts, device=logits.device, dtype=torch.int32)
     token = torch.empty(S, device=logits.device, dtype=torch.int64)
     logp = torch.empty(S, device=logits.device, dtype=torch.float32)
-    sample_kernel[S,](logits, token, logp, t, seed, V, 1 / (temperature or 1.0), GREEDY=not temperature, BLOCK=1024, num_warps=8)
+    part_kernel[S, parts](logits, found, where, t, seed, V, size, 1 / (temperature or 1.0), GREEDY=not temperature, BLOCK=BLOCK)
+    join_kernel[S,](found, where, token, logp, parts, PARTS=PARTS, num_warps=1)
     return token, logp
 
 
@@ -54,15 +62,15 @@ def consider(x, c, r, m, l, best, at, x_best, GREEDY: tl.constexpr):
 
 
 @jit
-def sample_kernel(X, TOKEN, LOGP, T, seed, V, scale, GREEDY: tl.constexpr, BLOCK: tl.constexpr):
-    # one program per row of X (S, V); every lane keeps its own running numbers, joined at the end
-    row, lane = tl.program_id(0), tl.arange(0, BLOCK)
+def part_kernel(X, FOUND, WHERE, T, seed, V, size, scale, GREEDY: tl.constexpr, BLOCK: tl.constexpr):
+    # one program per row and part of X (S, V); every lane keeps its own running numbers, joined at the end
+    row, part, lane = tl.program_id(0), tl.program_id(1), tl.arange(0, BLOCK)
     X += row.to(tl.int64) * V
     step = tl.load(T).to(tl.int32)
     m = tl.full((BLOCK,), -3e38, tl.float32)                               # finite: -inf - (-inf) is NaN
     l = tl.zeros((BLOCK,), tl.float32)
     best, x_best, at = m, m, lane
-    for start in range(0, V, 4 * BLOCK):
+    for start in range(part * size, min(part * size + size, V), 4 * BLOCK):
         c = start + lane
         zero = tl.zeros_like(c)
         r0, r1, r2, r3 = tl.philox(seed, c, zero + row, zero + step, zero)
@@ -77,9 +85,27 @@ def sample_kernel(X, TOKEN, LOGP, T, seed, V, scale, GREEDY: tl.constexpr, BLOCK
         c += BLOCK
         x = tl.load(X + c, mask=c < V, other=float("-inf")) * scale
         m, l, best, at, x_best = consider(x, c, r3, m, l, best, at, x_best, GREEDY)
+    top, winner = tl.max(m, 0), tl.max(best, 0)
+    token = tl.min(tl.where(best == winner, at, V - 1), 0)                 # of equals the first
+    FOUND += (row * tl.num_programs(1) + part) * 4
+    tl.store(FOUND, top)
+    tl.store(FOUND + 1, tl.sum(l * tl.exp(m - top), 0))
+    tl.store(FOUND + 2, winner)
+    tl.store(FOUND + 3, tl.max(tl.where((at == token) & (best == winner), x_best, float("-inf")), 0))
+    tl.store(WHERE + row * tl.num_programs(1) + part, token)
+
+
+@jit
+def join_kernel(FOUND, WHERE, TOKEN, LOGP, parts, PARTS: tl.constexpr):
+    row, part = tl.program_id(0), tl.arange(0, PARTS)
+    real, i = part < parts, row * parts + part
+    m = tl.load(FOUND + i * 4, mask=real, other=-3e38)
+    l = tl.load(FOUND + i * 4 + 1, mask=real, other=0.0)
+    best = tl.load(FOUND + i * 4 + 2, mask=real, other=float("-inf"))
+    x = tl.load(FOUND + i * 4 + 3, mask=real, other=0.0)
+    at = tl.load(WHERE + i, mask=real, other=0)
     top = tl.max(m, 0)
-    total = tl.sum(l * tl.exp(m - top), 0)
-    token = tl.min(tl.where(best == tl.max(best, 0), at, V - 1), 0)        # of equals the first
-    chosen = tl.sum(tl.where(at == token, x_best, 0.0), 0)                 # a column belongs to one lane
-    tl.store(TOKEN + row, token.to(tl.int64))
-    tl.store(LOGP + row, chosen - top - tl.log(total))
+    first = tl.min(tl.where(best == tl.max(best, 0), part, PARTS - 1), 0)
+    chosen = tl.sum(tl.where(part == first, x, 0.0), 0)
+    tl.store(TOKEN + row, tl.sum(tl.where(part == first, at, 0), 0).to(tl.int64))
+    tl.store(LOGP + row, chosen - top - tl.log(tl.sum(l * tl.exp(m - top), 0)))
