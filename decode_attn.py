@@ -25,10 +25,9 @@ import torch
 from fused import jit, kernels, tl, triton
 from model import matmul32
 
-BLOCK = 64        # keys of one step of a program's loop
-SPLIT = 128, 256  # fewest prompt keys, and response keys, of one program
-PROGRAMS = 256    # about two for each processor of a large card: more splits than that only cost
-WARPS = 4
+BLOCK = 64      # keys of one step of a program's loop
+SPLIT = 256     # keys of one program: of prompts at least, unless they have fewer than twice as many, of responses at most
+PROGRAMS = 256  # for prompts, about two for each processor of a large card: more splits than that only cost
 
 
 def decode_attention(q, k, v, prompt_k, prompt_v, n_kept, response_k, response_v, t, scale=None, impl=None):
@@ -178,8 +177,8 @@ def decode_attention_triton(q, k, v, prompt_k, prompt_v, n_kept, response_k, res
     p2, up, rows = triton.next_power_of_2, triton.cdiv, S // B * nh // nkv  # rows: query heads of a group on one KV head
     MP = min(64, max(16, p2(rows)))
     owners = B * nkv * up(rows, MP)
-    size_p = max(SPLIT[0], BLOCK * up(K, BLOCK * up(PROGRAMS, owners)))
-    splits_p, splits_r = up(K, size_p), up(R, SPLIT[1])
+    size_p = BLOCK * max(up(K, BLOCK * up(PROGRAMS, owners)), min(SPLIT // BLOCK, up(K, 2 * BLOCK)))
+    splits_p, splits_r = up(K, size_p), up(R, SPLIT)
     pieces, HP = splits_p + splits_r, max(16, p2(hs))
     acc = torch.empty(S, nh, pieces, HP, device=q.device, dtype=torch.float32)
     ml = torch.empty(S, nh, pieces, 2, device=q.device, dtype=torch.float32)
@@ -187,8 +186,8 @@ def decode_attention_triton(q, k, v, prompt_k, prompt_v, n_kept, response_k, res
     n_prompt = owners * splits_p
     pieces_kernel[n_prompt + S * nkv * splits_r,](
         q, k, v, prompt_k, prompt_v, n_kept, response_k, response_v, t, acc, ml, q.stride(0), k.stride(0), v.stride(0), n_prompt, K, R,
-        S // B, splits_p, splits_r, size_p, SPLIT[1], scale * math.log2(math.e), NH=nh, NKV=nkv, HS=hs, HP=HP, MP=MP,
-        MR=max(16, p2(nh // nkv)), BLOCK=BLOCK, num_warps=WARPS)
+        S // B, splits_p, splits_r, size_p, SPLIT, scale * math.log2(math.e), NH=nh, NKV=nkv, HS=hs, HP=HP, MP=MP,
+        MR=max(16, p2(nh // nkv)), BLOCK=BLOCK)
     sum_kernel[S * nh,](acc, ml, out, pieces, HS=hs, HP=HP, PIECES=p2(pieces), num_warps=1 if pieces <= 8 else 4)
     return out
 

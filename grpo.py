@@ -197,7 +197,7 @@ class HeadRows(torch.autograd.Function):
 
 def score(logits, targets, temperature, student, stats):
     """Rows that replay returns, (k, n), from logits (n, V) per policy: log-probs of targets (n,), KL(student || other), stats."""
-    logp = [(x / temperature).log_softmax(-1) for x in logits]
+    logp = [(x if temperature == 1 else x / temperature).log_softmax(-1) for x in logits]
     out = [x.gather(-1, targets[:, None])[:, 0] for x in logp]
     if student is not None:
         out.append(kl_rows(logp[student], logp[1 - student].detach()))

@@ -129,7 +129,6 @@ def generate(model, prompts, group, max_new_tokens, temperature=1.0, evict="snap
     stop = torch.tensor(sorted(stop_ids), device=dev, dtype=torch.int64)
     tokens = torch.zeros(S, R, dtype=torch.int64, device=dev)
     logps = torch.zeros(S, R, dtype=torch.float32, device=dev)
-    lengths = torch.full((S,), R, device=dev)
     done = torch.zeros(S, dtype=torch.bool, device=dev)
     new = torch.zeros(S, dtype=torch.int64, device=dev)                                               # tokens drawn last
     start = torch.tensor([len(p) for p in prompts], device=dev).repeat_interleave(group)              # (S,) first position
@@ -138,12 +137,11 @@ def generate(model, prompts, group, max_new_tokens, temperature=1.0, evict="snap
         """Draw response token t of every sample. All in place and on the device: a CUDA graph records it once."""
         t = cache.t
         token, logp = sample(logits, temperature, rng, seed, t)
-        tokens.index_copy_(1, t[None], token.where(~done, 0)[:, None])
-        logps.index_copy_(1, t[None], logp.where(~done, 0.0)[:, None])
-        ends = torch.isin(token, stop) & ~done
-        lengths.copy_(lengths.where(~ends, t + 1))
-        done.logical_or_(ends)
+        tokens.index_copy_(1, t[None], token[:, None])
+        logps.index_copy_(1, t[None], logp[:, None])
         new.copy_(token)
+        if len(stop):
+            done.logical_or_(torch.isin(token, stop))
 
     def step():
         """Feed the tokens drawn last, then draw the next."""
@@ -151,22 +149,27 @@ def generate(model, prompts, group, max_new_tokens, temperature=1.0, evict="snap
         cache.advance()
         draw(model.logits(hidden))                                                                    # (S, V)
 
-    draw(prefill(model, cache, prompts, prefill_rows).repeat_interleave(group, 0))
+    draw(prefill(model, cache, prompts, prefill_rows).repeat_interleave(group, 0))                    # each row draws on its own
     run = step
     for t in range(1, R):
-        # asking the device whether all rows are done stalls it, so ask now and then; the steps in between change nothing
+        # asking the device whether all rows are done stalls it, so ask now and then; what is drawn in between is dropped below
         if len(stop) and (dev.type == "cpu" or t % 8 == 0) and bool(done.all()):
             break
         if t == 2 and dev.type == "cuda":  # the step before has compiled and warmed up all there is
             run = record(step)
         run()
+    ends = torch.isin(tokens, stop) if len(stop) else torch.zeros_like(tokens, dtype=torch.bool)      # (S, R)
+    lengths = torch.where(ends.any(1), ends.int().argmax(1) + 1, R)                                   # the first stop token counts
+    past = torch.arange(R, device=dev) >= lengths[:, None]
+    tokens.masked_fill_(past, 0)
+    logps.masked_fill_(past, 0)
 
     per_key = c.kv_bytes_per_token(model.dtype)
     total, own = sum(len(p) for p in prompts), S * (R - 1)  # prompt tokens; response keys
     shape = lambda x: x.view(B, group, *x.shape[1:])
     until = torch.full((c.n_layer, c.n_kv_head, B, group, R), R, dtype=torch.int32, device=dev)  # no response key is evicted
     kept = [torch.stack(layers) for layers in cache.kept]
-    return Rollout(prompts, shape(tokens), shape(lengths), shape(logps), temperature, kept, until, shape(done),
+    return Rollout(prompts, shape(tokens), shape(lengths), shape(logps), temperature, kept, until, shape(ends.any(1)),
                    dict(kept=cache.nbytes(), dense=(total * group + own) * per_key, dense_shared=(total + own) * per_key))
 
 
@@ -198,7 +201,7 @@ def pack(rollout, policies=("dense", "shadow")):
         raise ValueError(f"response lengths must be 1 to {R}, got {int(rollout.lengths.min())} to {int(rollout.lengths.max())}")
     lengths = rollout.lengths.tolist()
     ids, pos, until = [], [], []
-    rows = {p: torch.full((B, G, R), -1, dtype=torch.int64) for p in policies}
+    rows = {p: torch.full((B, G, R), -1, dtype=torch.int64, device=dev) for p in policies}
     row = 0  # next free row
     for b, prompt in enumerate(rollout.prompts):
         P, last = len(prompt), row + len(prompt) - 1
@@ -212,19 +215,19 @@ def pack(rollout, policies=("dense", "shadow")):
         death[:, :, :P].scatter_(2, kept, end)
         ids.append(torch.tensor(prompt, device=dev))
         pos.append(torch.arange(P, device=dev))
+        m = rollout.lengths[b] - 1                                                                 # (G,) rows of a copy
+        g, t = (torch.arange(R, device=dev) < m[:, None]).nonzero(as_tuple=True)                   # sample and token of each row
         for policy in policies:
-            for g, n in enumerate(lengths[b]):
-                m = n - 1
-                ids.append(rollout.tokens[b, g, :m])
-                pos.append(torch.arange(P, P + m, device=dev))
-                dies = rollout.until[:, :, b, g, :m].clamp(max=m) if policy == "shadow" else m     # response step
-                death[:, :, born - row:born - row + m] = born + dies
-                rows[policy][b, g, 0] = last
-                rows[policy][b, g, 1:n] = torch.arange(born, born + m)
-                born += m
+            ids.append(rollout.tokens[b, g, t])
+            pos.append(P + t)
+            dies = rollout.until[:, :, b, g, t].minimum(m[g]) if policy == "shadow" else m[g]      # response step
+            death[:, :, born - row:born - row + len(g)] = born + m.cumsum(0)[g] - m[g] + dies      # a copy begins, and then
+            rows[policy][b, :, 0] = last
+            rows[policy][b, g, t + 1] = torch.arange(born, born + len(g), device=dev)
+            born += len(g)
         until.append(death)
         row = end
-    return Packed(torch.cat(ids), torch.cat(pos), torch.cat(until, dim=2), {p: r.to(dev) for p, r in rows.items()})
+    return Packed(torch.cat(ids), torch.cat(pos), torch.cat(until, dim=2), rows)
 
 
 if __name__ == "__main__":  # python rollout.py --prompt "..." [--model folder or hub name]: generate under a compressed cache

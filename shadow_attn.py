@@ -111,7 +111,9 @@ def shadow_attention_ref(q, k, v, until, scale=None):
     N, dtype = len(q), torch.promote_types(q.dtype, torch.float32)
     row = torch.arange(N, device=q.device)
     dies = torch.where(until > row, until, 0)                              # (nkv, N) 0: nobody may see this key
-    k, v = (x.masked_fill((dies == 0).t()[:, :, None], 0) for x in (k, v))  # 0 * NaN is NaN: zero what dead keys hold
+    dead = (dies == 0).t()[:, :, None]                                     # (N, nkv, 1)
+    if bool(dead.any()):                                                   # 0 * NaN is NaN: zero what dead keys hold
+        k, v = k.masked_fill(dead, 0), v.masked_fill(dead, 0)
     cut = dies.amax(0).cummax(0).values[:-1] <= row[1:]                    # (N-1,) nothing born before row i + 1 outlives it
     edges = [0, *(1 + cut.nonzero().flatten()).tolist(), N]
     sizes = [e - s for s, e in zip(edges, edges[1:])]
@@ -132,6 +134,10 @@ def attend_chunk(q, k, v, dies, lo, scale):
     (n, nh, hs), nkv = q.shape, len(dies)
     q = q.view(n, nkv, nh // nkv, hs).permute(1, 2, 0, 3)                  # (nkv, group, n, hs)
     k, v = k.transpose(0, 1), v.transpose(0, 1)                            # (nkv, lo + n, hs)
+    if lo == 0 and bool((dies >= n).all()):                                # nothing dies, as in prefill: no mask to build
+        k, v = (x[:, None].expand(-1, nh // nkv, -1, -1) for x in (k, v))
+        y = F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale)
+        return y.permute(2, 0, 1, 3).reshape(n, nh, hs)
     row = torch.arange(lo, lo + n, device=q.device)[:, None]               # (n, 1)
     born = torch.arange(lo + n, device=q.device)[None]                     # (1, lo + n)
     orphan = bool((dies[:, lo:] <= 0).any())                               # only a row that does not see itself can see nothing
