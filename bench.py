@@ -147,6 +147,7 @@ COLUMNS = dict(policies=("policies", "8d"), ms=("ms", "11,.2f"), tokens_s=("toke
 
 class Table:
     """Rows are printed as they are measured; `rows` is what the JSON file gets. x ours: time over the first row's."""
+    saved = staticmethod(lambda table: None)  # called after each row: a part that is stopped leaves what it has measured
 
     def __init__(self, title, columns, **facts):
         self.title, self.columns, self.facts, self.rows = title, columns.split(), facts, []
@@ -163,6 +164,7 @@ class Table:
             self.rows[-1]["ratio"] = row["ms"] / self.rows[0]["ms"]
         cell = lambda c, x: ("-" if x is None else format(x, COLUMNS[c][1])).rjust(self.width(c))
         print(f"{name:36s}" + " ".join(cell(c, self.rows[-1].get(c)) for c in self.columns) + "  " + row.get("note", ""), flush=True)
+        self.saved(self)
 
 
 def share(row, flops=0, nbytes=0, ms="ms"):
@@ -199,7 +201,7 @@ def rival(name, attention="sdpa"):
         ids, row = torch.randint(mine.config.vocab_size, (64,), device=DEVICE), torch.arange(64, device=DEVICE)
         until = torch.full((mine.config.n_kv_head, 64), 64, dtype=torch.int32, device=DEVICE)
         logits = mine.logits(mine(ids, row, lambda layer, q, k, v: shadow_attention(q, k, v, until)))
-        error = check_same("logits of the two models", model(input_ids=ids[None]).logits[0], logits, 3e-2 if CUDA else 1e-4)
+        error = check_same("logits of the two models", model(input_ids=ids[None]).logits[0], logits, 6e-2 if CUDA else 1e-4)
     return model, error
 
 
@@ -217,21 +219,22 @@ def visible_pairs(until, group):
 
 
 def packed_rivals(until, nh):
-    """name -> attention of q (1, nh, N, hs), k, v (1, nkv, N, hs) under until. Every call makes its mask: each layer has its own."""
+    """name -> attention of q (1, nh, N, hs), k, v (1, nkv, N, hs) under until. Each layer has its own mask, so making it counts."""
     group, N = nh // len(until), until.shape[1]
     row = torch.arange(N, device=DEVICE)
     rule = lambda b, h, i, j: (j <= i) & (i < until[h // group, j])
-    # compiled as its documentation recommends; eager, it is a formula with a dense matrix
-    compiled = lambda f: torch.compile(f, dynamic=False) if CUDA else f
-    attention, block_mask = compiled(flex.flex_attention), compiled(flex.create_block_mask)
+    attention = torch.compile(flex.flex_attention, dynamic=False) if CUDA else flex.flex_attention
+    # eager: compiled, as its documentation recommends, Triton 3.6 is still at it after minutes for these sizes
+    make = lambda: flex.create_block_mask(rule, 1, nh, N, N, device=DEVICE)
+    made = make()
 
     def matrix(q, k, v):  # the memory-efficient backend knows no groups of heads, so keys, values and mask are repeated
         visible = ((row <= row[:, None]) & (row[:, None] < until[:, None])).repeat_interleave(group, 0)[None]  # (1, nh, N, N)
         with sdpa_kernel([SDPBackend.EFFICIENT_ATTENTION if CUDA else SDPBackend.MATH]):
             return F.scaled_dot_product_attention(q, *(x.repeat_interleave(group, 1) for x in (k, v)), attn_mask=visible)
-    return {"FlexAttention, same mask": lambda q, k, v: attention(q, k, v, block_mask=block_mask(rule, 1, nh, N, N, device=DEVICE),
-                                                                  enable_gqa=True),
-            "SDPA, same mask as a matrix": matrix}
+    return {"FlexAttention, mask made before": lambda q, k, v: attention(q, k, v, block_mask=made, enable_gqa=True),
+            "FlexAttention, mask included": lambda q, k, v: attention(q, k, v, block_mask=make(), enable_gqa=True),
+            "SDPA, mask as a matrix": matrix}
 
 
 def causal_rows(table, sizes, sequences, T, repeat):
@@ -278,7 +281,6 @@ def attn(nh, nkv, hs, P, G, R, budget, repeat):
     until, x = torch.full((nkv, P), P, dtype=torch.int32, device=DEVICE), [a[:P] for a in x]
     second.add("ours", share(dict(clock(lambda: run(f, *x), repeat), policies=1), 14 * hs * visible_pairs(until, group)))
     causal_rows(second, (nh, nkv, hs), 1, P, repeat)
-    return [table, second]
 
 
 # ---- decode ----
@@ -323,7 +325,6 @@ def decode(name, B, P, G, R, budget, repeat, rivals):
         if kind in rivals:
             table.add(f"transformers, {kind} cache, dense", attempt(lambda: theirs(cache)))
             free()
-    return [table]
 
 
 # ---- learner ----
@@ -402,22 +403,22 @@ def learner(name, P, G, R, budget, repeat):
     for micro in (G, 1):
         table.add(f"transformers, {micro} sequence{'s'[:micro - 1]} at a time", attempt(lambda: theirs(micro)))
         free()
-    return [table]
 
 
 # ---- step ----
 
-def our_step(name, prompts, P, G, R, budget, seed, steps):
+def our_step(name, prompts, P, G, R, budget, steps, checkpointing):
     """Sample, reward at random, advantages, update, as train.py does. -> seconds, first, peak_gb, rollout_s, learn_s"""
     import train
     from masters import Masters
-    c = SimpleNamespace(**{**train.DEFAULTS, **dict(lr=1e-6, temperature=1.0, budget=budget, window=WINDOW, sinks=SINKS)})
+    c = SimpleNamespace(**{**train.DEFAULTS, **dict(lr=1e-6, temperature=1.0, budget=budget, window=WINDOW, sinks=SINKS,
+                                                    checkpointing=checkpointing)})
     model, times = ours(name), []
     opt, ids = Masters(model, c), drawn(name, prompts, P)
     for i in range(steps + 1):
         sync()
         marks = [time.perf_counter()]
-        r = sampler.generate(model, ids, G, R, c.temperature, c.evict, budget, WINDOW, SINKS, seed=seed + i)
+        r = sampler.generate(model, ids, G, R, c.temperature, c.evict, budget, WINDOW, SINKS, seed=i)
         rewards = torch.rand(prompts, G, device=DEVICE)
         sync()
         marks.append(time.perf_counter())
@@ -524,11 +525,11 @@ def trl_step(raw, prompts, P, G, R, steps=3, seed=0, dtype="float32", micro=None
     return dict(seconds=seconds, rollout_s=rollout_s, peak_gb=peak, versions=versions)
 
 
-def step(name, prompts, P, G, R, budget, steps):
+def step(name, prompts, P, G, R, budget, steps, checkpointing):
     table = Table("one training step", "ms ratio rollout_s learn_s peak_gb first_s", model=name, prompts=f"{prompts} x {G}", prompt=P,
-                  new_tokens=R, kept=budget, timed=f"median of {steps} after a first one, wall clock")
+                  new_tokens=R, kept=budget, our_checkpointing=checkpointing, TRL_checkpointing=True, timed=f"median of {steps} after a first one, wall clock")
     row = lambda r: {**{k: v for k, v in r.items() if k not in ("seconds", "first")}, "ms": 1e3 * r["seconds"], "first_s": r["first"]}
-    table.add("ours", attempt(lambda: row(our_step(name, prompts, P, G, R, budget, 0, steps))))
+    table.add("ours", attempt(lambda: row(our_step(name, prompts, P, G, R, budget, steps, checkpointing))))
     free()
 
     def theirs(dtype):
@@ -542,7 +543,6 @@ def step(name, prompts, P, G, R, budget, steps):
     for dtype, what in (("float32", "its default"), ("bfloat16", "no fp32 masters")):
         table.add(f"TRL, {dtype} ({what})", attempt(lambda: theirs(dtype)))
         free()
-    return [table]
 
 
 # ---- memory ----
@@ -633,7 +633,6 @@ def memory_by_length(name, lengths, B, G, R, R_learn, budget):
                    learner_gb=peak_gb(lambda: our_pass(model, r, adv, True)))
         row["over"] = row["rollout_gb"] and row["rollout_gb"] / row["predicted_gb"]
         table.add(f"prompt {P:,}", row)
-    return table
 
 
 def probes(name, B, G, R, R_learn, budget):
@@ -662,9 +661,9 @@ def probes(name, B, G, R, R_learn, budget):
     run_ours = lambda model, P: our_pass(model, made_rollout(model, P, G, R_learn, budget), adv, True)
     return {"our learner, checkpointing": (lambda: ours(name), run_ours, 8192, 16384),
             f"transformers learner, {G} at a time": (trained, their_learner(G), 2048, 4096),
-            "transformers learner, 1 at a time": (trained, their_learner(1), 8192, 16384),
             "our rollout": (lambda: ours(name), our_rollout, 16384, 32768),
-            "dense rollout, each sample its cache": (sampled, their_rollout, 2048, 4096)}
+            "dense rollout, each sample its cache": (sampled, their_rollout, 2048, 4096),
+            "transformers learner, 1 at a time": (trained, their_learner(1), 8192, 16384)}
 
 
 def longest_prompts(name, B, G, R, R_learn, budget):
@@ -674,7 +673,7 @@ def longest_prompts(name, B, G, R, R_learn, budget):
                   attention=f"keys live {SHORT} rows at most: the same memory without quadratic time")
     if not CUDA:
         table.add("all", dict(note="needs CUDA"))
-        return table
+        return
     from transformers import AttentionInterface
     AttentionInterface.register("short", short_attention)
     for contender, (make, f, a, b) in probes(name, B, G, R, R_learn, budget).items():
@@ -696,13 +695,12 @@ def longest_prompts(name, B, G, R, R_learn, budget):
             return dict(tokens=P, peak_gb=gb, tried=tried, room_gb=room, note=note)
         table.add(contender, attempt(search))
         free()
-    return table
 
 
 def memory(name, lengths, B, G, R, R_learn, budget):
-    first = memory_by_length(name, lengths, B, G, R, R_learn, budget)
+    memory_by_length(name, lengths, B, G, R, R_learn, budget)
     free()
-    return [first, longest_prompts(name, B, G, R, R_learn, budget)]
+    longest_prompts(name, B, G, R, R_learn, budget)
 
 
 # ---- main ----
@@ -711,13 +709,13 @@ def requests(quick):
     """part -> function and list of its arguments."""
     if quick:
         return dict(attn=(attn, [(4, 2, 16, 64, 2, 8, 48, 1)]), decode=(decode, [("tiny", 2, 64, 2, 6, 48, 1, "dynamic static")]),
-                    learner=(learner, [("tiny", 64, 2, 6, 48, 1)]), step=(step, [("tiny", 2, 64, 2, 6, 48, 1)]),
+                    learner=(learner, [("tiny", 64, 2, 6, 48, 1)]), step=(step, [("tiny", 2, 64, 2, 6, 48, 1, True)]),
                     memory=(memory, [("tiny", [40, 64], 2, 2, 4, 6, 48)]))
     return dict(attn=(attn, [(16, 8, 128, 8192, 8, 256, 1024, 10), (14, 2, 64, 8192, 8, 256, 1024, 10)]),
                 decode=(decode, [("smollm2-135m", 8, 2048, 8, 128, 256, 3, "dynamic static"),
-                                 ("qwen2.5-1.5b", 8, 8192, 8, 128, 1024, 2, "dynamic")]),
+                                 ("qwen2.5-1.5b", 8, 8192, 8, 128, 1024, 2, "")]),
                 learner=(learner, [("qwen2.5-1.5b", 8192, 8, 256, 1024, 3)]),
-                step=(step, [("smollm2-135m", 8, 1024, 8, 64, 256, 3), ("qwen2.5-1.5b", 4, 8192, 8, 256, 1024, 1)]),
+                step=(step, [("smollm2-135m", 8, 1024, 8, 64, 256, 3, False), ("qwen2.5-1.5b", 8, 8192, 8, 256, 1024, 1, True)]),
                 memory=(memory, [("qwen2.5-1.5b", [2**i for i in range(10, 17)], 8, 8, 64, 256, 1024)]))
 
 
@@ -739,6 +737,7 @@ def main(argv=None):
     a = argparse.ArgumentParser(description="benchmarks; see the head of this file")
     a.add_argument("part", choices=("attn", "decode", "learner", "step", "memory", "all"))
     a.add_argument("--quick", action="store_true", default=not CUDA)
+    a.add_argument("--shape", choices=list(SHAPES), help="only the tables of this model")
     a.add_argument("--out", default=os.path.join(os.path.dirname(os.path.abspath(__file__)), "results"))
     a = a.parse_args(argv)
     about = facts()
@@ -748,11 +747,18 @@ def main(argv=None):
         if a.part not in (part, "all"):
             continue
         tables, start = [], time.time()
-        for args in calls:
-            tables += [dict(title=t.title, facts=t.facts, rows=t.rows) for t in f(*args)]
-            path = os.path.join(a.out, f"bench-{part}{'-quick' if a.quick and CUDA else ''}-{about['slug']}.json")
+        path = os.path.join(a.out, f"bench-{part}{'-quick' if a.quick and CUDA else ''}-{about['slug']}.json")
+
+        def save(table):
+            if table not in tables:
+                tables.append(table)
+            found = [dict(title=t.title, facts=t.facts, rows=t.rows) for t in tables]
             with open(path, "w", encoding="utf-8") as out:
-                json.dump(dict(part=part, **about, seconds=time.time() - start, tables=tables), out, indent=1)
+                json.dump(dict(part=part, **about, seconds=time.time() - start, tables=found), out, indent=1)
+        Table.saved = staticmethod(save)
+        for args in calls:
+            if a.shape is None or a.shape in args:
+                f(*args)
         print(f"\n{part}: numbers in {path}")
 
 
