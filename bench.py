@@ -602,7 +602,8 @@ def longest(peak, room, a, b, cap=CAP):
         good, bad = max(p for p in tried if tried[p] is not None), min((p for p in tried if tried[p] is None), default=None)
         if good == cap or (bad and bad <= 1.05 * good):
             return good, tried[good], tried
-        P = int(1.045 * good) if bad is None else max((good + bad) // 2, int(0.96 * bad))
+        # far below the first failure the line was wrong, so come down in larger steps; then halve what is left
+        P = int(1.045 * good) if bad is None else int(0.8 * bad) if good < 0.6 * bad else (good + bad) // 2
 
 
 def rollout_kv(name, P, G, R, budget, B):

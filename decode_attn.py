@@ -175,7 +175,9 @@ def decode_attention_triton(q, k, v, prompt_k, prompt_v, n_kept, response_k, res
     if any(x.stride()[1:] != (hs, 1) for x in (q, k, v)) or not all(x.is_contiguous() for x in (prompt_k, prompt_v, response_k, response_v)):
         raise ValueError("heads of q, k and v must follow each other, and the caches be contiguous")
     p2, up, rows = triton.next_power_of_2, triton.cdiv, S // B * nh // nkv  # rows: query heads of a group on one KV head
-    MP = min(64, max(16, p2(rows)))
+    # fp32 dots run on ordinary cores: the blocks of bf16 would need 176 KB of shared memory and spill at head size 128
+    block, most = (BLOCK, 64) if q.element_size() == 2 else (min(BLOCK, 16), 32)
+    MP = min(most, max(16, p2(rows)))
     owners = B * nkv * up(rows, MP)
     size_p = BLOCK * max(up(K, BLOCK * up(PROGRAMS, owners)), min(SPLIT // BLOCK, up(K, 2 * BLOCK)))
     splits_p, splits_r = up(K, size_p), up(R, SPLIT)
@@ -184,11 +186,12 @@ def decode_attention_triton(q, k, v, prompt_k, prompt_v, n_kept, response_k, res
     ml = torch.empty(S, nh, pieces, 2, device=q.device, dtype=torch.float32)
     out = torch.empty(S, nh, hs, device=q.device, dtype=q.dtype)
     n_prompt = owners * splits_p
-    pieces_kernel[n_prompt + S * nkv * splits_r,](
-        q, k, v, prompt_k, prompt_v, n_kept, response_k, response_v, t, acc, ml, q.stride(0), k.stride(0), v.stride(0), n_prompt, K, R,
-        S // B, splits_p, splits_r, size_p, SPLIT, scale * math.log2(math.e), NH=nh, NKV=nkv, HS=hs, HP=HP, MP=MP,
-        MR=max(16, p2(nh // nkv)), BLOCK=BLOCK)
-    sum_kernel[S * nh,](acc, ml, out, pieces, HS=hs, HP=HP, PIECES=p2(pieces), num_warps=1 if pieces <= 8 else 4)
+    with torch.cuda.device_of(q):  # Triton launches on the current card, which need not be q's
+        pieces_kernel[n_prompt + S * nkv * splits_r,](
+            q, k, v, prompt_k, prompt_v, n_kept, response_k, response_v, t, acc, ml, q.stride(0), k.stride(0), v.stride(0), n_prompt, K, R,
+            S // B, splits_p, splits_r, size_p, SPLIT, scale * math.log2(math.e), NH=nh, NKV=nkv, HS=hs, HP=HP, MP=MP,
+            MR=max(16, p2(nh // nkv)), BLOCK=block)
+        sum_kernel[S * nh,](acc, ml, out, pieces, HS=hs, HP=HP, PIECES=p2(pieces), num_warps=1 if pieces <= 8 else 4)
     return out
 
 

@@ -1,8 +1,8 @@
 """
 The compressed KV cache: what is kept, what is dropped, and the log of it.
 
-The idea. A prompt is prefilled densely, one layer at a time: attend, score the layer's keys, copy the kept ones into
-the cache, let go of the rest before the next layer runs. So the dense cache of one layer is the most that ever exists,
+The idea. A prompt is prefilled densely, one layer at a time: score the layer's keys, copy the kept ones into the cache,
+attend to all of them, let go of them before the next layer runs. So the dense cache of one layer is the most that ever exists,
 and the last prompt token still saw everything: response token 0 is dense, tokens 1.. see the kept keys only. What was
 kept depends on the prompt alone, so the G samples of a group share one compressed prompt; each sample owns the keys of
 its response. Kept keys stay rotated to their true positions; nothing is ever re-rotated or renumbered.
@@ -20,6 +20,8 @@ import torch.nn.functional as F
 from decode_attn import decode_attention
 from model import matmul32
 
+SCORE_BYTES = 32 * 2**20  # fp32 attention of the window that SnapKV holds at a time, twice
+
 # ---------------------------------------------------------------------------------------------------------------------
 # scores: (q of the last W prompt rows (W, nh, hs), k of all prompt rows (P, nkv, hs), pool, rng) -> (nkv, P), higher is kept
 
@@ -27,12 +29,15 @@ def score_snapkv(q, k, pool, rng):
     """Attention that the last W queries pay to each earlier key, summed over the window, averaged over the query heads of a
     KV head, then max-pooled over `pool` neighbouring keys so that what belongs together stays together (2404.14469, eq. 5)."""
     (W, nh, hs), (P, nkv, _) = q.shape, k.shape
-    q = q.view(W, nkv, nh // nkv, hs).permute(1, 2, 0, 3).reshape(nkv, -1, hs)        # (nkv, nh/nkv * W, hs)
-    att = matmul32(q, k.permute(1, 2, 0)) * hs ** -0.5                                # (nkv, nh/nkv * W, P)
-    att = att.view(nkv, nh // nkv, W, P)
-    row = torch.arange(P - W, P, device=q.device)[:, None]                            # (W, 1) causal inside the window
-    att = att.masked_fill(torch.arange(P, device=q.device) > row, float("-inf")).softmax(-1)
-    votes = att.sum(2).mean(1)[:, :P - W]                                             # (nkv, P - W) the window is kept anyway
+    group = nh // nkv
+    q = q.view(W, nkv, group, hs).permute(1, 2, 0, 3).reshape(nkv, group * W, hs)
+    future = torch.ones(W, W, dtype=torch.bool, device=q.device).triu(1)              # causal inside the window
+    votes, step = [], max(1, SCORE_BYTES // (4 * group * W * P))                      # KV heads at a time
+    for a, b in zip(q.split(step), k.permute(1, 2, 0).split(step)):
+        att = matmul32(a, b).mul_(hs ** -0.5).view(-1, group, W, P)                   # (KV heads, group, W, P)
+        att[..., P - W:].masked_fill_(future, float("-inf"))
+        votes.append(att.softmax(-1).sum(2).mean(1)[:, :P - W])                       # the window is kept anyway
+    votes = torch.cat(votes)                                                          # (nkv, P - W)
     votes = F.max_pool1d(votes[None], pool, stride=1, padding=pool // 2)[0]           # pads with -inf, never with a vote
     return F.pad(votes, (0, W))                                                       # (nkv, P)
 
@@ -86,7 +91,7 @@ class KVCache:
 
     def write_prompts(self, which, layer, q, k, v):
         """Compress prompts of one length at one layer. which: their indices, a slice; q (n * P, nh, hs), k, v (n * P, nkv, hs),
-        rotated, one prompt after the other; call it after the layer attended."""
+        rotated, one prompt after the other."""
         P, K, n = self.lengths[which.start], self.n_kept[which.start], which.stop - which.start
         # to the scoring function n prompts look like one with n times the heads
         heads = lambda x: x.unflatten(0, (n, -1)).transpose(0, 1).flatten(1, 2)            # (n * P, h, hs) -> (P, n * h, hs)

@@ -251,6 +251,10 @@ class Transformer(nn.Module):
     def forward(self, ids, pos, attend, checkpointing=False):
         """checkpointing: keep one hidden state a layer for the backward pass and compute the rest again: less memory, a third
         more time."""
+        with torch.cuda.device_of(ids):  # Triton launches on the current card, which need not be the model's
+            return self.run_layers(ids, pos, attend, checkpointing)
+
+    def run_layers(self, ids, pos, attend, checkpointing):
         x = self.embed_tokens(ids)                                                           # (N, C)
         angle = pos.to(torch.promote_types(x.dtype, torch.float32))[:, None] * self.rope_freq  # (N, hs/2)
         cos, sin = angle.cos(), angle.sin()

@@ -66,14 +66,13 @@ def prefill(model, cache, prompts, max_rows):
         pos = torch.cat([torch.arange(size, device=model.device) for size in sizes])                 # (N,)
 
         def attend(layer, q, k, v):
-            y = shadow_attention(q, k, v, until, plan=plan)
             row, b = 0, first
-            for size, same in groupby(sizes):  # compressed before the next layer runs
+            for size, same in groupby(sizes):  # what the cache keeps is copied; the dense keys go when this layer is done
                 which = slice(b, b + len(list(same)))
                 rows = slice(row, row + size * (which.stop - b))
                 cache.write_prompts(which, layer, q[rows], k[rows], v[rows])
                 row, b = rows.stop, which.stop
-            return y
+            return shadow_attention(q, k, v, until, plan=plan)
 
         hidden = model(ids, pos, attend)                                                              # (N, C)
         logits.append(model.logits(hidden[ends - 1]))                                                 # (prompts, V)
@@ -99,13 +98,13 @@ def check_request(model, prompts, group, max_new_tokens, temperature, response_b
             raise ValueError(f"prompt {b} holds token id {min(p) if min(p) < 0 else max(p)}, the vocabulary has {c.vocab_size}")
 
 
-def record(step):
-    """Record the kernels that step() launches in a CUDA graph, without running them. -> a function that runs them all in one launch
+def record(step, device):
+    """Record the kernels that step() launches on a card in a CUDA graph, without running them. -> a function that runs them all in one launch
 
     Decoding launches some 500 kernels per token that last a few microseconds each: launched one by one, the host is the limit.
     What changes from token to token (slot, position, random numbers) must be read from the device."""
     graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
+    with torch.cuda.device(device), torch.cuda.graph(graph):
         step()
     return graph.replay
 
@@ -156,7 +155,7 @@ def generate(model, prompts, group, max_new_tokens, temperature=1.0, evict="snap
         if len(stop) and (dev.type == "cpu" or t % 8 == 0) and bool(done.all()):
             break
         if t == 2 and dev.type == "cuda":  # the step before has compiled and warmed up all there is
-            run = record(step)
+            run = record(step, dev)
         run()
     ends = torch.isin(tokens, stop) if len(stop) else torch.zeros_like(tokens, dtype=torch.bool)      # (S, R)
     lengths = torch.where(ends.any(1), ends.int().argmax(1) + 1, R)                                   # the first stop token counts

@@ -41,8 +41,9 @@ def sample_triton(logits, temperature, seed, t):
     where = torch.empty(S, parts, device=logits.device, dtype=torch.int32)
     token = torch.empty(S, device=logits.device, dtype=torch.int64)
     logp = torch.empty(S, device=logits.device, dtype=torch.float32)
-    part_kernel[S, parts](logits, found, where, t, seed, V, size, 1 / (temperature or 1.0), GREEDY=not temperature, BLOCK=BLOCK)
-    join_kernel[S,](found, where, token, logp, parts, PARTS=PARTS, num_warps=1)
+    with torch.cuda.device_of(logits):  # Triton launches on the current card, which need not be this one
+        part_kernel[S, parts](logits, found, where, t, seed, V, size, 1 / (temperature or 1.0), GREEDY=not temperature, BLOCK=BLOCK)
+        join_kernel[S,](found, where, token, logp, parts, PARTS=PARTS, num_warps=1)
     return token, logp
 
 

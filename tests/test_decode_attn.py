@@ -17,6 +17,7 @@ ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 CUDA = torch.cuda.is_available()
 INTERPRET = os.environ.get("TRITON_INTERPRET") == "1"
 DEVICE = "cuda" if CUDA else "cpu"
+REAL = {name: getattr(decode_attn, name) for name in ("BLOCK", "SPLIT", "PROGRAMS")}
 kernel = pytest.mark.skipif(triton is None or not (CUDA or INTERPRET), reason="needs a GPU or TRITON_INTERPRET=1")
 IMPLS = ["ref", pytest.param("triton", marks=kernel)]
 #         B, G, nh, nkv, hs, K, R, t: one sample; equal heads; three and six query heads a KV head; first and last slot; no power of two
@@ -67,6 +68,10 @@ def test_negative_controls(impl):
     assert go(k=k.flip(1)) > 1e-2                             # the new token under the other KV head
     assert go(pk=pk.flip(0)) > 1e-2                           # the other prompt's keys
     assert go(q=q.roll(1, 1)) > 1e-2                          # query heads shifted by one
+    # the new token dropped: the last response key takes its place, so that the formula sees the t earlier ones and no more
+    last = [x[:, :, t - 1] for x in (rk, rv)]
+    without = formula(q, *last, pk, pv, n_kept, rk, rv, t - 1)
+    assert error(without, want) > 1e-2
 
 
 @kernel
@@ -74,6 +79,19 @@ def test_kernel_refuses_other_layouts():
     q, k, v, *rest = example(1, 2, 2, 2, 16, 20, 5, 2, DEVICE, torch.float32)
     with pytest.raises(ValueError, match="heads of q, k and v"):
         decode_attention(q.transpose(1, 2).contiguous().transpose(1, 2), k, v, *rest, impl="triton")
+
+
+@pytest.mark.skipif(not CUDA, reason="needs a GPU")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("shape", [(2, 8, 9, 3, 64, 256, 127, 126), (2, 8, 12, 2, 128, 1024, 300, 280)], ids=str)
+def test_real_blocks(monkeypatch, shape, dtype):
+    """The block sizes of a rollout, which must also fit the card's shared memory in every dtype."""
+    for name, size in REAL.items():
+        monkeypatch.setattr(decode_attn, name, size)
+    torch.manual_seed(0)
+    args = example(*shape, DEVICE, dtype)
+    want = formula(*args)
+    assert error(decode_attention(*args, impl="triton"), want) < (1e-5 if dtype == torch.float32 else 1e-2)
 
 
 @pytest.mark.skipif(not CUDA, reason="needs a GPU")

@@ -289,3 +289,22 @@ def test_bf16_gap_is_no_larger_than_dense():
             return (replay(net, r, ("shadow",))["shadow"] - r.logp_roll).abs()[r.mask].mean().item()
 
     assert mean_gap("snapkv") <= 1.5 * mean_gap("none")
+
+
+def test_scoring_in_slices_is_the_same(monkeypatch):
+    """SnapKV holds the attention of a few KV heads at a time; how many changes nothing but rounding."""
+    q, k = torch.randn(8, 6, 16), torch.randn(40, 3, 16)
+    whole = score_snapkv(q, k, 7, None)
+    monkeypatch.setattr(kvcache, "SCORE_BYTES", 1)
+    torch.testing.assert_close(score_snapkv(q, k, 7, None), whole, atol=1e-6, rtol=1e-5)
+    assert (score_snapkv(q, k.flip(1), 7, None) - whole).abs().max() > 1e-2
+
+
+def test_prompts_of_one_length_are_compressed_together(model):
+    """Neighbours of equal length go to the cache in one call; alone or in company each keeps the same keys."""
+    ids = prompts(60, 60, 47, 60)
+    r = generate(model, ids, 1, 4, temperature=0.0, **SMALL)
+    for b, p in enumerate(ids):
+        alone = generate(model, [p], 1, 4, temperature=0.0, **SMALL)
+        assert torch.equal(alone.kept[0], r.kept[b]) and torch.equal(alone.tokens[0], r.tokens[b])
+    assert not torch.equal(r.kept[0], r.kept[1])
