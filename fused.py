@@ -1,10 +1,10 @@
 """
 What stands between the matrix products of a layer: RMSNorm, rotary embedding, SwiGLU. One kernel each instead of five to ten.
 
-The idea. On a GPU these touch every activation and compute almost nothing, so their time is the number of times memory is
-read and written, and in decoding the number of launches. Each function below is its formula in PyTorch, which runs on CPU,
-and a Triton kernel forward and backward, which runs on CUDA: reads once, computes in fp32, writes once, and saves for the
-backward pass no more than its inputs (and one number a row).
+The idea. These touch every activation and compute almost nothing, so their time is the number of times memory is read and
+written, and in decoding the number of launches. Each function below is its formula in PyTorch, which runs on CPU, and a
+Triton kernel forward and backward, which runs on CUDA: reads once, computes in fp32, writes once, and saves for the backward
+pass no more than its inputs (and one number a row).
 
 The gradient of an RMSNorm weight sums over all rows: programs sum over rows in a fixed order and their partial sums are added
 in a fixed order, so two runs agree bit for bit.
@@ -47,11 +47,7 @@ def blocks(width, rows):
 def rms_norm(x, weight, eps):
     """x (..., n), weight (n,) -> weight * x / sqrt(mean(x^2) + eps). Normalised in fp32, cast, then scaled: the order the
     checkpoints were trained with."""
-    if kernels(x):
-        return RMSNormKernel.apply(x, weight, eps)
-    y = widen(x)
-    y = y * torch.rsqrt(y.pow(2).mean(-1, keepdim=True) + eps)
-    return weight * y.to(x.dtype)
+    return RMSNormFunction.apply(x, weight, eps)
 
 
 @jit
@@ -70,7 +66,7 @@ def norm_kernel(X, W, Y, R, N, eps, C: tl.constexpr, ROWS: tl.constexpr, COLUMNS
 
 @jit
 def norm_backward_kernel(X, W, R, DY, DX, DW, N, C: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
-    # with n = x * r:  dx = r * (w dy - n * mean(w dy n)),  dw = sum over rows of dy n; DW (programs, C) fp32, one row a program
+    # DW (programs, C) fp32, one row a program
     c = tl.arange(0, COLUMNS)
     w = tl.load(W + c, mask=c < C, other=0.0).to(tl.float32)
     dw = tl.zeros((COLUMNS,), tl.float32)
@@ -88,14 +84,19 @@ def norm_backward_kernel(X, W, R, DY, DX, DW, N, C: tl.constexpr, ROWS: tl.const
     tl.store(DW + tl.program_id(0) * C + c, dw, mask=c < C)
 
 
-class RMSNormKernel(torch.autograd.Function):
+class RMSNormFunction(torch.autograd.Function):
+    """n = x * r with r = 1 / sqrt(mean(x^2) + eps), y = w n;  dx = r (w dy - n mean(w dy n)),  dw = sum over rows of dy n"""
     @staticmethod
     def forward(ctx, x, weight, eps):
         x = x.contiguous()
         C, N = x.shape[-1], x.numel() // x.shape[-1]
-        y, r = torch.empty_like(x), torch.empty(N, device=x.device, dtype=torch.float32)
-        rows, columns = blocks(C, N)
-        norm_kernel[triton.cdiv(N, rows),](x, weight, y, r, N, eps, C=C, ROWS=rows, COLUMNS=columns)
+        if kernels(x):
+            y, r = torch.empty_like(x), torch.empty(N, device=x.device, dtype=torch.float32)
+            rows, columns = blocks(C, N)
+            norm_kernel[triton.cdiv(N, rows),](x, weight, y, r, N, eps, C=C, ROWS=rows, COLUMNS=columns)
+        else:
+            r = torch.rsqrt(widen(x).pow(2).mean(-1, keepdim=True) + eps)
+            y = weight * (widen(x) * r).to(x.dtype)
         ctx.save_for_backward(x, weight, r)
         return y
 
@@ -103,11 +104,17 @@ class RMSNormKernel(torch.autograd.Function):
     @torch.autograd.function.once_differentiable
     def backward(ctx, dy):
         x, weight, r = ctx.saved_tensors
-        C, N = x.shape[-1], len(r)
-        rows, columns = blocks(C, N)
-        programs = min(PROGRAMS, triton.cdiv(N, rows))
-        dx, dw = torch.empty_like(x), torch.empty(programs, C, device=x.device, dtype=torch.float32)
-        norm_backward_kernel[programs,](x, weight, r, dy.contiguous(), dx, dw, N, C=C, ROWS=rows, COLUMNS=columns)
+        C, N = x.shape[-1], x.numel() // x.shape[-1]
+        if kernels(x):
+            rows, columns = blocks(C, N)
+            programs = min(PROGRAMS, triton.cdiv(N, rows))
+            dx, dw = torch.empty_like(x), torch.empty(programs, C, device=x.device, dtype=torch.float32)
+            norm_backward_kernel[programs,](x, weight, r, dy.contiguous(), dx, dw, N, C=C, ROWS=rows, COLUMNS=columns)
+        else:
+            n, dy = widen(x) * r, widen(dy)
+            g = dy * weight
+            dx = torch.addcmul(g, n, (g * n).mean(-1, keepdim=True), value=-1).mul_(r).to(x.dtype)
+            dw = (dy * n.to(x.dtype)).view(N, C)
         return dx, dw.sum(0).to(weight.dtype), None
 
 
@@ -116,9 +123,9 @@ class RMSNormKernel(torch.autograd.Function):
 def rotate(q, k, cos, sin):
     """Rotate q (N, nh, hs) and k (N, nkv, hs), any strides with hs contiguous: channel i pairs with i + hs/2, as Hugging Face
     checkpoints have it; cos, sin (N, hs/2) fp32. Without gradients, on a GPU, in place: q and k are what the caller gets back."""
-    if not kernels(q):
-        return rotate_one(q, cos, sin), rotate_one(k, cos, sin)
-    return RotateKernel.apply(q, k, cos, sin) if torch.is_grad_enabled() else launch_rotate(q, k, q, k, cos, sin, False)
+    if torch.is_grad_enabled() or not kernels(q):
+        return Rotate.apply(q, k, cos, sin)
+    return launch_rotate(q, k, q, k, cos, sin, False)
 
 
 def rotate_one(x, cos, sin):
@@ -161,18 +168,24 @@ def launch_rotate(q, k, q_out, k_out, cos, sin, back):
     return q_out, k_out
 
 
-class RotateKernel(torch.autograd.Function):
+class Rotate(torch.autograd.Function):
+    """The gradient of a rotation is the gradient, rotated back."""
     @staticmethod
     def forward(ctx, q, k, cos, sin):
         ctx.save_for_backward(cos, sin)
+        if not kernels(q):
+            return rotate_one(q, cos, sin), rotate_one(k, cos, sin)
         new = lambda x: torch.empty(x.shape, device=x.device, dtype=x.dtype)
         return launch_rotate(q, k, new(q), new(k), cos, sin, False)
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx, dq, dk):
+        cos, sin = ctx.saved_tensors
+        if not kernels(dq):
+            return rotate_one(dq, cos, -sin), rotate_one(dk, cos, -sin), None, None
         dq, dk = dq.contiguous(), dk.contiguous()
-        return *launch_rotate(dq, dk, torch.empty_like(dq), torch.empty_like(dk), *ctx.saved_tensors, True), None, None
+        return *launch_rotate(dq, dk, torch.empty_like(dq), torch.empty_like(dk), cos, sin, True), None, None
 
 
 # ---- SwiGLU ----
@@ -180,7 +193,7 @@ class RotateKernel(torch.autograd.Function):
 def swiglu(x):
     """x (N, 2 M), gate and up side by side -> silu(gate) * up (N, M)."""
     if kernels(x):
-        return SwigluKernel.apply(x)
+        return Swiglu.apply(x)
     gate, up = x.chunk(2, dim=-1)
     return F.silu(gate) * up
 
@@ -201,7 +214,7 @@ def swiglu_kernel(X, Y, DY, M, BACK: tl.constexpr, BLOCK: tl.constexpr):
         tl.store(Y + row * M + c, (gate * s * up).to(Y.dtype.element_ty), mask=inside)
 
 
-class SwigluKernel(torch.autograd.Function):
+class Swiglu(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x):
         N, M = len(x), x.shape[1] // 2

@@ -171,7 +171,7 @@ def prepare(until, backward=True):
       born, dies (nkv, nk * TILE_K) int32: row and `until` of each sorted key. Keys that are never visible and the padding
         (born >= N) have dies = 0, so they come first and fill dead tiles;
       by_query = (lists (nkv, nq, nk) int16, partial (nkv, nq), visible (nkv, nq), order (nkv * nq,)), int32: for each query tile
-        the key tiles to visit, first `partial` ones that need a mask, then full ones, `visible` in all (what follows is dead);
+        the key tiles to visit, first `partial` ones that need a mask, then full ones, `visible` in all (what follows is not set);
         `order` has the flat tile indices, longest list first, so that no long program starts last;
       by_key: the same transposed, for each key tile the query tiles that see it; None without `backward`."""
     return prepare_layers(until[None], backward)[0]
@@ -186,26 +186,23 @@ def prepare_layers(until, backward=True):
     dies = F.pad(flat, (0, len(row) - N))                              # (L * nkv, nk * TILE_K)
     dies, born = torch.where(dies > row, dies, 0).sort(dim=1, stable=True)
     born = born.int()
-    first = row[:N:TILE_Q, None]                                       # (nq, 1) first and last row of each query tile
-    last = (first + TILE_Q - 1).clamp(max=N - 1)
-    born_min, born_max = born.view(L * nkv, 1, -1, TILE_K).aminmax(dim=3)  # (L * nkv, 1, nk)
-    dies_min, dies_max = dies.view(L * nkv, 1, -1, TILE_K).aminmax(dim=3)
-    some = (born_min <= last) & (dies_max > first)                     # (L * nkv, nq, nk) no pair outside these tiles is visible
-    full = (born_max <= first) & (dies_min > last)                     # every pair inside these is
-    by_query = tile_lists(some, full, L)
-    by_key = tile_lists(some.mT, full.mT, L) if backward else [None] * L
+    bounds = [x for y in (born, dies) for x in y.view(L * nkv, -1, TILE_K).aminmax(dim=2)]  # smallest and largest of each key tile
+    by_query = tile_lists(bounds, N, L, by_key=False)
+    by_key = tile_lists(bounds, N, L, by_key=True) if backward else [None] * L
     return list(zip(born.view(L, nkv, -1), dies.view(L, nkv, -1), by_query, by_key))
 
 
-def tile_lists(some, full, L):
-    """some, full (L * nkv, a, b) bool, full implies some -> for each layer (lists, partial, visible, order) as in `prepare`."""
-    partial = some & ~full
-    kind = (partial.char() + some).contiguous()  # partial 2, full 1, dead 0
-    lists = kind.argsort(dim=2, descending=True, stable=True).short()
-    visible = some.sum(2, dtype=torch.int32)
-    order = visible.view(L, -1).argsort(dim=1, descending=True).int()
-    layers = lambda x: x.unflatten(0, (L, -1))
-    return list(zip(layers(lists), layers(partial.sum(2, dtype=torch.int32)), layers(visible), order))
+def tile_lists(bounds, N, L, by_key):
+    """bounds: 4 x (L * nkv, nk), smallest and largest born, then dies, of the keys of a tile -> for each layer (lists, partial,
+    visible, order) as in `prepare`."""
+    (heads, nk), nq, new = bounds[0].shape, -(-N // TILE_Q), functools.partial(torch.empty, device=bounds[0].device)
+    tiles, others = (nk, nq) if by_key else (nq, nk)
+    lists = new(L, heads // L, tiles, others, dtype=torch.int16)
+    partial, visible = (new(L, heads // L, tiles, dtype=torch.int32) for _ in "pv")
+    with torch.cuda.device_of(lists):
+        lists_kernel[heads * tiles,](*bounds, lists, partial, visible, N, nq, nk, BY_KEY=by_key, TILE_Q=TILE_Q, BLOCK=128)
+    order = visible.flatten(1).argsort(dim=1, descending=True).int()
+    return list(zip(lists, partial, visible, order))
 
 
 # ---- Triton kernels ----
@@ -233,6 +230,46 @@ def store_rows(X, x, stride_row, start, N, ROWS: tl.constexpr, HS: tl.constexpr,
     X += start.to(tl.int64) * stride_row
     inside = (start + r < N)[:, None] & (c < HS)[None, :]
     tl.store(X + r[:, None] * stride_row + c[None, :], x.to(X.dtype.element_ty), mask=inside)
+
+
+@jit
+def tiles_meet(BORN_MIN, BORN_MAX, DIES_MIN, DIES_MAX, kv, a, b, N, nq, nk, BY_KEY: tl.constexpr, TILE_Q: tl.constexpr):
+    # b (BLOCK,) tiles opposite tile a -> which hold a visible pair, in which all pairs are visible
+    query, key = (b, kv * nk + a + tl.zeros_like(b)) if BY_KEY else (a + tl.zeros_like(b), kv * nk + b)
+    inside = b < (nq if BY_KEY else nk)
+    first = query * TILE_Q                                                 # first and last row of the query tile
+    last = tl.minimum(first + TILE_Q, N) - 1
+    some = (tl.load(BORN_MIN + key, mask=inside, other=0) <= last) & (tl.load(DIES_MAX + key, mask=inside, other=0) > first)
+    full = (tl.load(BORN_MAX + key, mask=inside, other=0) <= first) & (tl.load(DIES_MIN + key, mask=inside, other=0) > last)
+    return some & inside, full & inside
+
+
+@jit
+def lists_kernel(BORN_MIN, BORN_MAX, DIES_MIN, DIES_MAX, LISTS, PARTIAL, VISIBLE, N, nq, nk,
+                 BY_KEY: tl.constexpr, TILE_Q: tl.constexpr, BLOCK: tl.constexpr):
+    # one program per query tile, which lists the key tiles it meets, or BY_KEY the other way round: it counts them, then writes
+    # those with a mask to the front of its list and the full ones behind
+    tiles, others = (nk, nq) if BY_KEY else (nq, nk)
+    pid = tl.program_id(0)
+    kv, a = pid // tiles, pid % tiles
+    LISTS += pid.to(tl.int64) * others
+    n_visible, n_full = 0, 0
+    for start in range(0, others, BLOCK):
+        some, full = tiles_meet(BORN_MIN, BORN_MAX, DIES_MIN, DIES_MAX, kv, a, start + tl.arange(0, BLOCK), N, nq, nk, BY_KEY, TILE_Q)
+        n_visible += tl.sum(some.to(tl.int32), 0)
+        n_full += tl.sum(full.to(tl.int32), 0)
+    n_partial = n_visible - n_full
+    at_partial, at_full = 0, n_partial
+    for start in range(0, others, BLOCK):
+        b = start + tl.arange(0, BLOCK)
+        some, full = tiles_meet(BORN_MIN, BORN_MAX, DIES_MIN, DIES_MAX, kv, a, b, N, nq, nk, BY_KEY, TILE_Q)
+        f, p = full.to(tl.int32), some.to(tl.int32) - full.to(tl.int32)
+        tl.store(LISTS + at_partial + tl.cumsum(p, 0) - 1, b.to(tl.int16), mask=p > 0)
+        tl.store(LISTS + at_full + tl.cumsum(f, 0) - 1, b.to(tl.int16), mask=f > 0)
+        at_partial += tl.sum(p, 0)
+        at_full += tl.sum(f, 0)
+    tl.store(PARTIAL + pid, n_partial)
+    tl.store(VISIBLE + pid, n_visible)
 
 
 @jit
