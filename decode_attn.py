@@ -69,7 +69,7 @@ def decode_attention_ref(q, k, v, prompt_k, prompt_v, n_kept, response_k, respon
 # scores are in base 2 (scale carries log2(e)). HP: hs rounded up to a power of two. A piece leaves ACC (S, nh, pieces, HP) fp32, not yet
 # divided by its sum, and ML (S, nh, pieces, 2): maximum and sum.
 
-@jit
+@jit()
 def attend_keys(acc, m, l, q, K, V, lo, hi, scale, HS: tl.constexpr, HP: tl.constexpr, BLOCK: tl.constexpr):
     # online softmax of q (M, HP) over the keys lo..hi-1 of K, V (., HS)
     c = tl.arange(0, HP)[None, :]
@@ -89,7 +89,7 @@ def attend_keys(acc, m, l, q, K, V, lo, hi, scale, HS: tl.constexpr, HP: tl.cons
     return acc, m, l
 
 
-@jit
+@jit()
 def store_piece(ACC, ML, at, real, acc, m, l, HP: tl.constexpr):
     # at (M,): index of (sample, head, piece)
     tl.store(ACC + at[:, None] * HP + tl.arange(0, HP)[None, :], acc, mask=real[:, None])
@@ -97,7 +97,7 @@ def store_piece(ACC, ML, at, real, acc, m, l, HP: tl.constexpr):
     tl.store(ML + at * 2 + 1, l, mask=real)
 
 
-@jit
+@jit()
 def prompt_piece(pid, Q, PK, PV, KEPT, ACC, ML, q_row, K, G, splits, size, pieces, scale, NH: tl.constexpr, NKV: tl.constexpr,
                  HS: tl.constexpr, HP: tl.constexpr, M: tl.constexpr, BLOCK: tl.constexpr):
     # program of a (prompt, KV head, M of the group's query heads on this KV head, split)
@@ -117,7 +117,7 @@ def prompt_piece(pid, Q, PK, PV, KEPT, ACC, ML, q_row, K, G, splits, size, piece
     store_piece(ACC, ML, (sample * NH + head) * pieces + split, real, acc, m, l, HP)
 
 
-@jit
+@jit()
 def response_piece(pid, Q, KN, VN, RK, RV, T, ACC, ML, q_row, k_row, v_row, R, splits, size, pieces, piece, scale, NH: tl.constexpr,
                    NKV: tl.constexpr, HS: tl.constexpr, HP: tl.constexpr, M: tl.constexpr, BLOCK: tl.constexpr):
     # program of a (sample, KV head, split); its pieces come after the `piece` ones of the prompt
@@ -143,7 +143,7 @@ def response_piece(pid, Q, KN, VN, RK, RV, T, ACC, ML, q_row, k_row, v_row, R, s
     store_piece(ACC, ML, (sample * NH + head) * pieces + piece + split, real, acc, m, l, HP)
 
 
-@jit
+@jit("n_prompt", "K", "R", "G", "splits_p", "splits_r", "size_p")
 def pieces_kernel(Q, KN, VN, PK, PV, KEPT, RK, RV, T, ACC, ML, q_row, k_row, v_row, n_prompt, K, R, G, splits_p, splits_r, size_p,
                   size_r, scale, NH: tl.constexpr, NKV: tl.constexpr, HS: tl.constexpr, HP: tl.constexpr, MP: tl.constexpr,
                   MR: tl.constexpr, BLOCK: tl.constexpr):
@@ -156,7 +156,7 @@ def pieces_kernel(Q, KN, VN, PK, PV, KEPT, RK, RV, T, ACC, ML, q_row, k_row, v_r
                        scale, NH, NKV, HS, HP, MR, BLOCK)
 
 
-@jit
+@jit("pieces")
 def sum_kernel(ACC, ML, OUT, pieces, HS: tl.constexpr, HP: tl.constexpr, PIECES: tl.constexpr):
     # one program per (sample, head); a piece without keys has maximum -inf and sum 0
     at, c = tl.program_id(0).to(tl.int64), tl.arange(0, HP)

@@ -22,7 +22,15 @@ try:
 except ImportError:  # Mac, Windows: the formulas still work
     triton, tl = None, SimpleNamespace(constexpr=None)
 
-jit = (lambda f: triton.jit(f, do_not_specialize=["N", "seed", "n_prompt", "K", "R", "G", "splits_p", "splits_r", "size_p", "pieces", "parts"])) if triton else lambda f: f
+
+def jit(*varying, unaligned=()):
+    """triton.jit, or nothing without Triton. By default Triton compiles again when an integer becomes 1 or a multiple of 16 and when a
+    pointer becomes one: not for the integers named here, which differ between steps, nor for the pointers, which are slices."""
+    if triton is None:
+        return lambda f: f
+    return triton.jit(do_not_specialize=list(varying), do_not_specialize_on_alignment=list(unaligned))
+
+
 PROGRAMS = 1024  # partial sums of an RMSNorm weight's gradient
 
 
@@ -50,7 +58,7 @@ def rms_norm(x, weight, eps):
     return RMSNormFunction.apply(x, weight, eps)
 
 
-@jit
+@jit("N")
 def norm_kernel(X, W, Y, R, N, eps, C: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
     # X, Y (N, C); R (N,) fp32 1 / sqrt(mean(x^2) + eps)
     row, c = tl.program_id(0) * ROWS + tl.arange(0, ROWS), tl.arange(0, COLUMNS)
@@ -64,7 +72,7 @@ def norm_kernel(X, W, Y, R, N, eps, C: tl.constexpr, ROWS: tl.constexpr, COLUMNS
     tl.store(R + row, r, mask=row < N)
 
 
-@jit
+@jit("N")
 def norm_backward_kernel(X, W, R, DY, DX, DW, N, C: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
     # DW (programs, C) fp32, one row a program
     c = tl.arange(0, COLUMNS)
@@ -114,7 +122,7 @@ class RMSNormFunction(torch.autograd.Function):
             n, dy = widen(x) * r, widen(dy)
             g = dy * weight
             dx = torch.addcmul(g, n, (g * n).mean(-1, keepdim=True), value=-1).mul_(r).to(x.dtype)
-            dw = (dy * n.to(x.dtype)).view(N, C)
+            dw = (dy * n.to(x.dtype)).reshape(N, C)
         return dx, dw.sum(0).to(weight.dtype), None
 
 
@@ -134,7 +142,7 @@ def rotate_one(x, cos, sin):
     return torch.cat((a * cos - b * sin, b * cos + a * sin), dim=-1).to(x.dtype)
 
 
-@jit
+@jit()
 def rotate_heads(X, Y, x_row, x_head, y_row, y_head, cos, sin, row, HEADS: tl.constexpr, HALF: tl.constexpr,
                  H: tl.constexpr, D: tl.constexpr):
     h, d = tl.arange(0, H)[:, None], tl.arange(0, D)[None, :]
@@ -146,7 +154,7 @@ def rotate_heads(X, Y, x_row, x_head, y_row, y_head, cos, sin, row, HEADS: tl.co
     tl.store(Y + HALF, (b * cos + a * sin).to(Y.dtype.element_ty), mask=inside)
 
 
-@jit
+@jit()
 def rotate_kernel(Q, K, QY, KY, COS, SIN, q_row, q_head, k_row, k_head, qy_row, qy_head, ky_row, ky_head,
                   NH: tl.constexpr, NKV: tl.constexpr, HALF: tl.constexpr, BACK: tl.constexpr,
                   NHP: tl.constexpr, NKVP: tl.constexpr, D: tl.constexpr):
@@ -198,7 +206,7 @@ def swiglu(x):
     return F.silu(gate) * up
 
 
-@jit
+@jit()
 def swiglu_kernel(X, Y, DY, M, BACK: tl.constexpr, BLOCK: tl.constexpr):
     # forward: X (N, 2 M) -> Y (N, M). BACK: X, DY (N, M) -> gradient of X, into Y (N, 2 M)
     row, c = tl.program_id(0).to(tl.int64), tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)

@@ -220,7 +220,7 @@ class Block(nn.Module):
         if torch.is_grad_enabled():
             return torch.cat([checkpoint(self.mlp, rows, norm, **CHECKPOINT) for rows in x.split(size)])
         for rows in x.split(size):
-            self.mlp(rows, norm)  # in place
+            rows.copy_(self.mlp(rows, norm))  # in place; nothing to copy where the product already was
         return x
 
 

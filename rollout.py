@@ -89,6 +89,8 @@ def check_request(model, prompts, group, max_new_tokens, temperature, response_b
     if response_budget is not None:
         raise ValueError("response_budget: evicting response keys while decoding is not built; leave it None")
     c = model.config
+    if model.device.type == "cuda" and c.head_size > 128:
+        raise ValueError(f"the Triton kernel takes head sizes up to 128, the model has {c.head_size}")
     for b, p in enumerate(prompts):
         if len(p) == 0:
             raise ValueError(f"prompt {b} is empty")
@@ -140,7 +142,7 @@ def generate(model, prompts, group, max_new_tokens, temperature=1.0, evict="snap
         logps.index_copy_(1, t[None], logp[:, None])
         new.copy_(token)
         if len(stop):
-            done.logical_or_(torch.isin(token, stop))
+            done.logical_or_((token[:, None] == stop).any(1))  # isin may wait for the device, which a recording must not
 
     def step():
         """Feed the tokens drawn last, then draw the next."""

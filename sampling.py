@@ -47,7 +47,7 @@ def sample_triton(logits, temperature, seed, t):
     return token, logp
 
 
-@jit
+@jit()
 def consider(x, c, r, m, l, best, at, x_best, GREEDY: tl.constexpr):
     # one logit x of column c per lane, r 32 random bits. m, l: running maximum and sum of exponentials; best noisy logit, where, which
     m_new = tl.maximum(m, x)
@@ -62,9 +62,10 @@ def consider(x, c, r, m, l, best, at, x_best, GREEDY: tl.constexpr):
     return m_new, l, tl.where(better, noisy, best), tl.where(better, c, at), tl.where(better, x, x_best)
 
 
-@jit
+@jit("seed")
 def part_kernel(X, FOUND, WHERE, T, seed, V, size, scale, GREEDY: tl.constexpr, BLOCK: tl.constexpr):
-    # one program per row and part of X (S, V); every lane keeps its own running numbers, joined at the end
+    # one program per row and part of X (S, V); every lane keeps its own running numbers, joined at the end. Philox makes four words
+    # a call: word i of column c is column c + i * BLOCK's
     row, part, lane = tl.program_id(0), tl.program_id(1), tl.arange(0, BLOCK)
     X += row.to(tl.int64) * V
     step = tl.load(T).to(tl.int32)
@@ -96,7 +97,7 @@ def part_kernel(X, FOUND, WHERE, T, seed, V, size, scale, GREEDY: tl.constexpr, 
     tl.store(WHERE + row * tl.num_programs(1) + part, token)
 
 
-@jit
+@jit("parts")
 def join_kernel(FOUND, WHERE, TOKEN, LOGP, parts, PARTS: tl.constexpr):
     row, part = tl.program_id(0), tl.arange(0, PARTS)
     real, i = part < parts, row * parts + part

@@ -23,24 +23,20 @@ head size, and a smaller one for cards with little shared memory), paged caches.
 References: FlashAttention (arXiv 2205.14135), FlashAttention-2 (2307.08691), the Triton tutorial on fused attention,
 FlexAttention (2412.05496: lists of full and partial tiles).
 
-On a GPU the first call of each dtype and head size compiles for about 10 seconds; another length N does not compile again.
+On a GPU the first call of each dtype and head size compiles for about 10 seconds; another length N does not compile again, but
+for dK and dV once more where it crosses FEW_TILES.
 `python shadow_attn.py` checks everything against an fp64 dense-mask formula and prints a table.
 """
 import functools
 import math
 import time
 import warnings
-from types import SimpleNamespace
 
 import torch
 import torch.nn.functional as F
 from torch.utils.checkpoint import checkpoint
 
-try:
-    import triton
-    import triton.language as tl
-except ImportError:  # Mac, Windows: the reference still works
-    triton, tl = None, SimpleNamespace(constexpr=None)
+from fused import jit, tl, triton
 
 
 def shadow_attention(q, k, v, until, scale=None, impl=None, plan=None):
@@ -179,7 +175,7 @@ def prepare(until, backward=True):
 
 def prepare_layers(until, backward=True):
     """The same for all layers in one go, as its small launches cost more than their work: until (L, nkv, N) -> list of L."""
-    (L, nkv, N), flat = until.shape, until.flatten(0, 1)
+    (L, nkv, N), flat = until.shape, until.flatten(0, 1).contiguous()  # the kernels read rows
     if N > TILE_K * 2**15:
         raise ValueError(f"{N} rows are more than the kernel's 16-bit tile numbers reach ({TILE_K * 2**15})")
     row = torch.arange(-(-N // TILE_K) * TILE_K, device=until.device, dtype=torch.int32)
@@ -210,12 +206,11 @@ def tile_lists(bounds, N, L, by_key):
 # past HS are 0). `group` of the nh query heads share a KV head. Scores are in base 2 (scale carries log2(e)), as the card has
 # exp2 but no exp.
 
-def jit(f):
-    # by default Triton compiles again when an integer becomes 1 or a multiple of 16, and N is new at every step
-    return triton.jit(f, do_not_specialize=["N", "nq", "nk", "nh", "group", "shares"]) if triton else f
+# N is new at every step, and the lists are slices of those of all layers
+attention_jit = jit("N", "nq", "nk", "nh", "group", "shares", unaligned=("lists", "partial", "visible", "order"))
 
 
-@jit
+@attention_jit
 def load_rows(X, stride_row, stride_col, start, N, ROWS: tl.constexpr, HS: tl.constexpr, HP: tl.constexpr):
     # (ROWS, HP) of one head, 0 past the last row and column. The start is 64-bit; offsets within a tile are small
     r, c = tl.arange(0, ROWS), tl.arange(0, HP)
@@ -224,7 +219,7 @@ def load_rows(X, stride_row, stride_col, start, N, ROWS: tl.constexpr, HS: tl.co
     return tl.load(X + r[:, None] * stride_row + c[None, :] * stride_col, mask=inside, other=0.0)
 
 
-@jit
+@attention_jit
 def store_rows(X, x, stride_row, start, N, ROWS: tl.constexpr, HS: tl.constexpr, HP: tl.constexpr):
     r, c = tl.arange(0, ROWS), tl.arange(0, HP)
     X += start.to(tl.int64) * stride_row
@@ -232,7 +227,7 @@ def store_rows(X, x, stride_row, start, N, ROWS: tl.constexpr, HS: tl.constexpr,
     tl.store(X + r[:, None] * stride_row + c[None, :], x.to(X.dtype.element_ty), mask=inside)
 
 
-@jit
+@attention_jit
 def tiles_meet(BORN_MIN, BORN_MAX, DIES_MIN, DIES_MAX, kv, a, b, N, nq, nk, BY_KEY: tl.constexpr, TILE_Q: tl.constexpr):
     # b (BLOCK,) tiles opposite tile a -> which hold a visible pair, in which all pairs are visible
     query, key = (b, kv * nk + a + tl.zeros_like(b)) if BY_KEY else (a + tl.zeros_like(b), kv * nk + b)
@@ -244,7 +239,7 @@ def tiles_meet(BORN_MIN, BORN_MAX, DIES_MIN, DIES_MAX, kv, a, b, N, nq, nk, BY_K
     return some & inside, full & inside
 
 
-@jit
+@attention_jit
 def lists_kernel(BORN_MIN, BORN_MAX, DIES_MIN, DIES_MAX, LISTS, PARTIAL, VISIBLE, N, nq, nk,
                  BY_KEY: tl.constexpr, TILE_Q: tl.constexpr, BLOCK: tl.constexpr):
     # one program per query tile, which lists the key tiles it meets, or BY_KEY the other way round: it counts them, then writes
@@ -272,7 +267,7 @@ def lists_kernel(BORN_MIN, BORN_MAX, DIES_MIN, DIES_MAX, LISTS, PARTIAL, VISIBLE
     tl.store(VISIBLE + pid, n_visible)
 
 
-@jit
+@attention_jit
 def sort_kernel(X, Y, born, dies, stride_row, stride_head, stride_col, nk,
                 HS: tl.constexpr, HP: tl.constexpr, TILE_K: tl.constexpr):
     # X (N, nkv, HS) -> Y (nkv, nk * TILE_K, HP): keys in sorted order; 0 for keys that nobody sees, for 0 * NaN is NaN
@@ -284,7 +279,7 @@ def sort_kernel(X, Y, born, dies, stride_row, stride_head, stride_col, nk,
     tl.store(Y + keys[:, None] * HP + c[None, :], x)
 
 
-@jit
+@attention_jit
 def my_queries(order, nq, group, BLOCK_Q: tl.constexpr, TILE_Q: tl.constexpr):
     # which (KV head, query tile), which query head and which rows this program owns; a tile may be split into several blocks.
     # neighbouring programs share a KV head and a tile, so the keys they read stay in L2
@@ -296,7 +291,7 @@ def my_queries(order, nq, group, BLOCK_Q: tl.constexpr, TILE_Q: tl.constexpr):
     return flat, kv.to(tl.int64), (kv * group + pid % group).to(tl.int64), start
 
 
-@jit
+@attention_jit
 def forward_loop(acc, m, l, q, rows, K, V, born, dies, tiles, lo, hi, scale, MASKED: tl.constexpr,
                  HP: tl.constexpr, BLOCK_K: tl.constexpr, TILE_K: tl.constexpr):
     # online softmax over the key tiles tiles[lo:hi]; m, l (BLOCK_Q,) running maximum and sum,
@@ -322,7 +317,7 @@ def forward_loop(acc, m, l, q, rows, K, V, born, dies, tiles, lo, hi, scale, MAS
     return acc, m, l
 
 
-@jit
+@attention_jit
 def forward_kernel(Q, K, V, O, LSE, born, dies, lists, partial, visible, order,
                    sq_row, sq_head, sq_col, N, nq, nk, nh, group, scale, HS: tl.constexpr, HP: tl.constexpr,
                    BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr, TILE_Q: tl.constexpr, TILE_K: tl.constexpr):
@@ -348,7 +343,7 @@ def forward_kernel(Q, K, V, O, LSE, born, dies, lists, partial, visible, order,
     tl.store(LSE + head * nq * TILE_Q + rows, tl.where(some, m + tl.log2(l), float("inf")))
 
 
-@jit
+@attention_jit
 def dq_loop(dq, q, do, lse, delta, rows, K, V, born, dies, tiles, lo, hi, scale, MASKED: tl.constexpr,
             HP: tl.constexpr, BLOCK_K: tl.constexpr, TILE_K: tl.constexpr):
     SUB: tl.constexpr = TILE_K // BLOCK_K
@@ -367,7 +362,7 @@ def dq_loop(dq, q, do, lse, delta, rows, K, V, born, dies, tiles, lo, hi, scale,
     return dq
 
 
-@jit
+@attention_jit
 def dq_kernel(Q, K, V, O, DO, LSE, DELTA, DQ, born, dies, lists, partial, visible, order,
               sq_row, sq_head, sq_col, so_row, so_head, so_col, N, nq, nk, nh, group, scale, scale_out,
               HS: tl.constexpr, HP: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr,
@@ -392,7 +387,7 @@ def dq_kernel(Q, K, V, O, DO, LSE, DELTA, DQ, born, dies, lists, partial, visibl
     store_rows(DQ + head * HS, dq * scale_out, nh * HS, start, N, BLOCK_Q, HS, HP)
 
 
-@jit
+@attention_jit
 def dkv_loop(dk, dv, k, v, b, d, Q, DO, LSE, DELTA, sq_row, sq_col, so_row, so_col, tiles, lo, hi, N, scale,
              MASKED: tl.constexpr, HS: tl.constexpr, HP: tl.constexpr, BLOCK_Q: tl.constexpr, TILE_Q: tl.constexpr):
     # one query head; scores are transposed, (BLOCK_K, BLOCK_Q), so that p and ds are left operands straight from registers
@@ -413,7 +408,7 @@ def dkv_loop(dk, dv, k, v, b, d, Q, DO, LSE, DELTA, sq_row, sq_col, so_row, so_c
     return dk, dv
 
 
-@jit
+@attention_jit
 def dkv_kernel(Q, K, V, DO, LSE, DELTA, DK, DV, born, dies, lists, partial, visible, order,
                sq_row, sq_head, sq_col, so_row, so_head, so_col, N, nq, nk, nh, group, scale, scale_out, shares,
                HS: tl.constexpr, HP: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr,

@@ -269,6 +269,8 @@ def setup(argv):
         raise ValueError(f"device must be auto, cpu, cuda or cuda:N, got {c.device!r}")
     if kind == "cuda" and int(index or 0) >= torch.cuda.device_count():
         raise ValueError(f"device={c.device} was asked for, but torch finds no CUDA or no such card ({torch.cuda.device_count()} found)")
+    if kind == "cuda":
+        torch.cuda.set_device(c.device)
     if c.dtype == "auto":
         c.dtype = "bfloat16" if kind == "cuda" else "float32"
     path = lambda name: os.path.join(c.out_dir, name)
@@ -283,6 +285,8 @@ def setup(argv):
     if len(tok) > net.config.vocab_size:
         raise ValueError(f"{folder}: the tokenizer has {len(tok)} ids, the model {net.config.vocab_size}")
     net.vocab_used = len(tok)
+    if kind == "cuda" and net.config.head_size > 128:
+        raise ValueError(f"{folder}: the Triton kernel takes head sizes up to 128, the model has {net.config.head_size}")
     if c.prompt_tokens + c.max_new_tokens > net.config.max_pos:
         raise ValueError(f"prompt_tokens {c.prompt_tokens} + max_new_tokens {c.max_new_tokens} exceed the model's context of "
                          f"{net.config.max_pos}")

@@ -137,3 +137,11 @@ def test_kernels_in_interpreter():
     result = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True)
     assert result.returncode == 0, result.stdout + result.stderr
     assert "passed" in result.stdout and "skipped" not in result.stdout, result.stdout
+
+
+def test_rms_norm_takes_any_layout_of_gradients():
+    x, w = torch.randn(5, 3, 8, requires_grad=True), torch.ones(8, requires_grad=True)
+    g = torch.randn(3, 5, 8)
+    got = torch.autograd.grad(rms_norm(x, w, 1e-6).transpose(0, 1), (x, w), g)
+    want = torch.autograd.grad(norm_formula(x, w), (x, w), g.transpose(0, 1))
+    assert error(got, [y.double() for y in want]) < 1e-6

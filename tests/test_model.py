@@ -14,6 +14,7 @@ import torch
 import torch.nn.functional as F
 
 sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
+import model as model_file
 from fused import rotate_one
 from model import Config, RMSNorm, Transformer, find_checkpoint, matmul32, rope_frequencies
 
@@ -428,3 +429,30 @@ def test_real_weights(name):
         ours[:, torch.tensor(tok.stop_ids)] = -math.inf  # as min_new_tokens does
         assert torch.equal(ours[len(prompt) - 1:-1].argmax(-1), ids[len(prompt):])
         assert model.config.vocab_size >= len(tok)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_mlp_in_slices(tmp_path, name, monkeypatch):
+    """Prefill's slices, in place, and those of activation checkpointing give what the whole input gives, gradients too."""
+    make(tmp_path, name)
+    model = Transformer.from_pretrained(tmp_path)
+
+    def go(checkpointing=False):
+        model.zero_grad(set_to_none=True)
+        y = model(IDS, torch.arange(len(IDS)), attend, checkpointing)
+        if y.requires_grad:
+            y.pow(2).sum().backward()
+        return [y.detach(), *(p.grad for p in model.parameters() if p.grad is not None)]
+
+    def same(a, b):
+        return len(a) == len(b) and all((x - y).norm() <= 1e-5 * y.norm() for x, y in zip(a, b))
+
+    whole = go()
+    with torch.no_grad():
+        assert same(go(), whole[:1])
+        monkeypatch.setattr(model_file, "MLP_ROWS", 8)
+        assert len(IDS) > 4 * 8 and same(go(), whole[:1])
+    assert same(go(checkpointing=True), whole)
+    monkeypatch.setattr(model_file.MLP, "forward", lambda self, x, norm: x.clone())  # the control: an MLP that leaves no mark
+    with torch.no_grad():
+        assert not same(go(), whole[:1])

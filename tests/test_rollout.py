@@ -8,6 +8,7 @@ import torch
 import torch.nn.functional as F
 
 import kvcache
+import rollout as rollout_file
 from grpo import replay
 from kvcache import EVICT, KVCache, keep, score_snapkv
 from model import Config, Transformer
@@ -308,3 +309,15 @@ def test_prompts_of_one_length_are_compressed_together(model):
         alone = generate(model, [p], 1, 4, temperature=0.0, **SMALL)
         assert torch.equal(alone.kept[0], r.kept[b]) and torch.equal(alone.tokens[0], r.tokens[b])
     assert not torch.equal(r.kept[0], r.kept[1])
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_recorded_decoding_is_eager_decoding(monkeypatch):
+    """Replaying one recorded step gives the tokens and log-probs of launching every step, also with many stop tokens."""
+    net = toy(vocab_size=5000).to("cuda", torch.bfloat16)
+    ask = dict(group=4, max_new_tokens=24, stop_ids=tuple(range(40)), **SMALL)
+    a = generate(net, prompts(40, 61), seed=3, **ask)
+    monkeypatch.setattr(rollout_file, "record", lambda step, device: step)
+    b = generate(net, prompts(40, 61), seed=3, **ask)
+    assert torch.equal(a.tokens, b.tokens) and torch.equal(a.logp_roll, b.logp_roll)
+    assert not torch.equal(generate(net, prompts(40, 61), seed=4, **ask).tokens, b.tokens)
