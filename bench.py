@@ -741,9 +741,12 @@ def main(argv=None):
     a.add_argument("--shape", choices=list(SHAPES), help="only the tables of this model")
     a.add_argument("--out", default=os.path.join(os.path.dirname(os.path.abspath(__file__)), "results"))
     a = a.parse_args(argv)
+    try:
+        os.makedirs(a.out, exist_ok=True)
+    except OSError as e:
+        raise SystemExit(f"error: {e}")
     about = facts()
     print("; ".join(f"{k} {v:,.1f}" if isinstance(v, float) else f"{k} {v}" for k, v in about.items()))
-    os.makedirs(a.out, exist_ok=True)
     for part, (f, calls) in requests(a.quick).items():
         if a.part not in (part, "all"):
             continue
