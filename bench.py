@@ -9,7 +9,7 @@ How fast this code is and how much memory it takes, beside what a user would oth
     python bench.py all           # --quick: tiny shapes (the default without CUDA), --out=FOLDER: not results/
 
 The idea. A ratio needs the same work on both sides and a time needs a ceiling. Models have the shape of a named checkpoint and
-random weights, the same on both sides, and their logits are compared before anything is timed; attentions under one mask are
+random weights; for decode and learner the same on both sides, their logits compared before anything is timed; attentions under one mask are
 compared in output and gradients. "of limit" is the share that the useful bytes or floating-point operations make of what a
 plain copy of a large tensor or one large bf16 matrix product reaches in the same process. Rivals that score one policy say so.
 

@@ -249,8 +249,8 @@ class Transformer(nn.Module):
         return self
 
     def forward(self, ids, pos, attend, checkpointing=False):
-        """checkpointing: keep one hidden state a layer for the backward pass and compute the rest again: less memory, a third
-        more time."""
+        """checkpointing: keep one hidden state a layer for the backward pass and compute the rest again: less memory, a fifth
+        more time (measured on an H100 at 1.5B parameters)."""
         with torch.cuda.device_of(ids):  # Triton launches on the current card, which need not be the model's
             return self.run_layers(ids, pos, attend, checkpointing)
 

@@ -65,7 +65,7 @@ clip = 0.2                # lower clip of the ratio
 clip_high = 0.2           # upper clip of the ratio; 0.28 in DAPO
 updates = 1               # optimizer steps per rollout; 1 .. 4, and a lower lr with more
 micro_rows = 16384        # packed rows per forward pass of the learner; lower it if memory runs out
-checkpointing = False     # keep one hidden state per row and layer, compute the rest again: a third more time; for long prompts
+checkpointing = False     # keep one hidden state per row and layer, compute the rest again: a fifth more time or so; for long prompts
 # optimizer: AdamW on fp32 masters
 steps = 120
 lr = 3e-4
