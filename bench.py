@@ -6,15 +6,15 @@ How fast this code is and how much memory it takes, beside what a user would oth
     python bench.py learner       # forward and backward pass of one group: transformers with gradient checkpointing
     python bench.py step          # a whole training step: TRL's GRPOTrainer
     python bench.py memory        # peak against prompt length, and the longest prompt that fits
-    python bench.py all           # --quick: tiny shapes (the default without CUDA), --out=FOLDER: not results/
+    python bench.py all           # --quick: tiny shapes (all that a CPU is good for), --out=FOLDER instead of out-bench
 
 The idea. A ratio needs the same work on both sides and a time needs a ceiling. Models have the shape of a named checkpoint and
-random weights; for decode and learner the same on both sides, their logits compared before anything is timed; attentions under one mask are
-compared in output and gradients. "of limit" is the share that the useful bytes or floating-point operations make of what a
-plain copy of a large tensor or one large bf16 matrix product reaches in the same process. Rivals that score one policy say so.
+random weights; for decode and learner the same on both sides, their fp32 logits compared before anything is timed; attentions
+under one mask are compared in output and gradients. "of limit" is the share that the useful bytes or floating-point operations
+make of what a plain copy of a large tensor or one large bf16 matrix product reaches in the same process. Rivals that score one
+policy say so.
 
-Each part prints one table a shape and writes results/bench-PART-CARD.json, which holds every number it printed. Left out:
-several GPUs, serving engines (a trainer must load its new weights into them at every step), quality of what is learned.
+Each part prints its tables and writes out-bench/bench-PART-CARD.json, which holds every number it printed. Left out: several GPUs, serving engines (a trainer must load its new weights into them at every step), quality of what is learned.
 """
 import argparse
 import functools
@@ -39,6 +39,7 @@ from model import Config, Transformer
 from shadow_attn import group_until, run, shadow_attention
 
 warnings.filterwarnings("ignore", message=".*gradient_checkpointing_enable.*", category=FutureWarning)  # its new name is too new
+warnings.filterwarnings("ignore", message="flex_attention called without torch.compile", category=UserWarning)  # on purpose, on CPU
 CUDA = torch.cuda.is_available()
 DEVICE, DTYPE = ("cuda", torch.bfloat16) if CUDA else ("cpu", torch.float32)
 WINDOW, SINKS = 32, 4  # generate's defaults
@@ -177,11 +178,11 @@ def share(row, flops=0, nbytes=0, ms="ms"):
 
 # ---- the same model twice ----
 
-def ours(name):
+def ours(name, dtype=DTYPE):
     """Our model of a named shape, random weights, always the same."""
     with torch.device("meta"):
         model = Transformer(Config.from_dict(SHAPES[name]))
-    model, rng = model.to(DTYPE).to_empty(device=DEVICE), torch.Generator(DEVICE).manual_seed(0)
+    model, rng = model.to(dtype).to_empty(device=DEVICE), torch.Generator(DEVICE).manual_seed(0)
     std = 0.02 if model.config.width > 100 else 0.35  # a narrow model needs more, or its layers leave no mark on the logits
     with torch.no_grad():
         for key, p in model.named_parameters():
@@ -189,20 +190,32 @@ def ours(name):
     return model
 
 
-def rival(name, attention="sdpa"):
-    """The same model by transformers, the same weights. -> model, relative difference of its logits from ours"""
+def by_transformers(mine, name, attention, dtype):
+    """transformers' model of a named shape with the weights of `mine`."""
     from transformers import AutoConfig, AutoModelForCausalLM
     with torch.device(DEVICE):
-        model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**SHAPES[name]), attn_implementation=attention, dtype=DTYPE)
-    mine, theirs = ours(name), model.state_dict()
+        model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**SHAPES[name]), attn_implementation=attention, dtype=dtype)
+    theirs = model.state_dict()
     with torch.no_grad():
         for key, x in mine.tensors().items():
             theirs[key if key.startswith("lm_head.") else "model." + key].copy_(x)
+    return model
+
+
+def rival(name, attention="sdpa"):
+    """The same model by transformers, the same weights. -> model, relative difference of its logits from ours
+
+    They are compared in fp32, where nothing but a difference of the models is left: in bf16 28 layers drift 3e-2 apart."""
+    mine = ours(name, torch.float32)
+    with torch.no_grad():
         ids, row = torch.randint(mine.config.vocab_size, (64,), device=DEVICE), torch.arange(64, device=DEVICE)
         until = torch.full((mine.config.n_kv_head, 64), 64, dtype=torch.int32, device=DEVICE)
-        logits = mine.logits(mine(ids, row, lambda layer, q, k, v: shadow_attention(q, k, v, until)))
-        error = check_same("logits of the two models", model(input_ids=ids[None]).logits[0], logits, 6e-2 if CUDA else 1e-4)
-    return model, error
+        logits = mine.logits(mine(ids, row, lambda layer, q, k, v: shadow_attention(q, k, v, until, impl="ref")))
+        theirs = by_transformers(mine, name, "sdpa", torch.float32)
+        error = check_same("logits of the two models", theirs(input_ids=ids[None]).logits[0], logits, 1e-4)
+    del mine, theirs
+    free()
+    return by_transformers(ours(name), name, attention, DTYPE), error
 
 
 def drawn(name, B, P):
@@ -224,7 +237,7 @@ def packed_rivals(until, nh):
     row = torch.arange(N, device=DEVICE)
     rule = lambda b, h, i, j: (j <= i) & (i < until[h // group, j])
     attention = torch.compile(flex.flex_attention, dynamic=False) if CUDA else flex.flex_attention
-    # eager: compiled, as its documentation recommends, Triton 3.6 is still at it after minutes for these sizes
+    # eager: compiled, as its documentation recommends, it did not get past Triton 3.6 in three minutes at these sizes
     make = lambda: flex.create_block_mask(rule, 1, nh, N, N, device=DEVICE)
     made = make()
 
@@ -329,17 +342,17 @@ def decode(name, B, P, G, R, budget, repeat, rivals):
 
 # ---- learner ----
 
-def made_rollout(model, P, G, R, budget, B=1):
-    """What a rollout leaves, at random: sinks, window and random other keys are kept."""
+def made_rollout(model, P, G, R, budget):
+    """What a rollout of one prompt leaves, at random: sinks, window and random other keys are kept."""
     c, dev = model.config, model.device
     torch.manual_seed(0)
     score = torch.rand(c.n_layer, c.n_kv_head, P, device=dev)
     score[:, :, :SINKS] = score[:, :, P - WINDOW:] = 2
     kept = score.topk(min(P, budget)).indices.sort(-1).values                        # (L, nkv, K)
-    return sampler.Rollout(torch.randint(c.vocab_size, (B, P)).tolist(), torch.randint(c.vocab_size, (B, G, R), device=dev),
-                           torch.full((B, G), R, device=dev), torch.zeros(B, G, R, device=dev), 1.0, [kept] * B,
-                           torch.full((c.n_layer, c.n_kv_head, B, G, R), R, dtype=torch.int32, device=dev),
-                           torch.zeros(B, G, dtype=torch.bool, device=dev))
+    return sampler.Rollout(torch.randint(c.vocab_size, (1, P)).tolist(), torch.randint(c.vocab_size, (1, G, R), device=dev),
+                           torch.full((1, G), R, device=dev), torch.zeros(1, G, R, device=dev), 1.0, [kept],
+                           torch.full((c.n_layer, c.n_kv_head, 1, G, R), R, dtype=torch.int32, device=dev),
+                           torch.zeros(1, G, dtype=torch.bool, device=dev))
 
 
 def our_pass(model, r, adv, checkpointing):
@@ -408,7 +421,7 @@ def learner(name, P, G, R, budget, repeat):
 # ---- step ----
 
 def our_step(name, prompts, P, G, R, budget, steps, checkpointing):
-    """Sample, reward at random, advantages, update, as train.py does. -> seconds, first, peak_gb, rollout_s, learn_s"""
+    """Sample, reward at random, advantages, update, as train.py does. -> a row of the table"""
     import train
     from masters import Masters
     c = SimpleNamespace(**{**train.DEFAULTS, **dict(lr=1e-6, temperature=1.0, budget=budget, window=WINDOW, sinks=SINKS,
@@ -429,20 +442,16 @@ def our_step(name, prompts, P, G, R, budget, steps, checkpointing):
         if i == 0 and CUDA:
             torch.cuda.reset_peak_memory_stats()
     seconds, rollout_s, learn_s = (statistics.median(x) for x in zip(*times[1:]))
-    return dict(seconds=seconds, rollout_s=rollout_s, learn_s=learn_s, first=times[0][0],
-                peak_gb=allocated())
+    return dict(ms=1e3 * seconds, rollout_s=rollout_s, learn_s=learn_s, first_s=times[0][0], peak_gb=allocated())
 
 
-def trl_step(raw, prompts, P, G, R, steps=3, seed=0, dtype="float32", micro=None, **overrides):
+def trl_step(raw, prompts, P, G, R, steps, dtype):
     """TRL's GRPOTrainer on random weights and random prompts: `steps` times one generation and one optimizer update.
 
-    raw: a config.json as dict (llama, qwen2); a step has `prompts` prompts of exactly P tokens, with G samples of exactly R new tokens.
-    dtype: of the parameters; "float32" is what GRPOTrainer loads by default, computing in bf16 autocast on CUDA. Its Adam keeps no
-    masters: "bfloat16" also makes the optimizer's state bf16. micro: samples per forward pass of the learner, G unless given.
-    overrides: of GRPOConfig, such as gradient_checkpointing=False.
-    -> dict: seconds of each step, the first of which warms up; rollout_s, the part of each in generate; peak_gb after the warm-up (None
-    on CPU); versions. Raises ImportError without trl, RuntimeError if TRL did other work than was asked for.
-    """
+    raw: a config.json as dict; a step has `prompts` prompts of exactly P tokens, with G samples of exactly R new tokens. dtype: of
+    the parameters; "float32" is what GRPOTrainer loads by default, computing in bf16 autocast on CUDA. It keeps no masters:
+    "bfloat16" also makes the optimizer's state bf16. -> seconds of each step, the first of which warms up; the part of each in
+    generate; peak GB after the warm-up; versions. Raises ImportError without trl, RuntimeError if TRL did other work."""
     try:
         import datasets
         import transformers
@@ -450,30 +459,18 @@ def trl_step(raw, prompts, P, G, R, steps=3, seed=0, dtype="float32", micro=None
     except ImportError as e:
         raise ImportError(f"the comparison with TRL needs trl and datasets (pip install trl): {e}") from None
     from tokenizers import Tokenizer, models, pre_tokenizers
-
-    cuda, micro, V = torch.cuda.is_available(), micro or G, raw["vocab_size"]
-    if prompts * G % micro:
-        raise ValueError(f"micro must divide {prompts} x {G} samples, got {micro}")
-    sync = torch.cuda.synchronize if cuda else lambda: None
     transformers.logging.set_verbosity_error()
     datasets.disable_progress_bars()
 
     # text "17 4 99" <-> ids [17, 4, 99]; <eos> lies outside the model's vocabulary, so that no sample ends early, at no cost
+    V, draw = raw["vocab_size"], random.Random(0)
     words = Tokenizer(models.WordLevel({str(i): i for i in range(V)} | {"<eos>": V}, unk_token="<eos>"))
     words.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     tok = transformers.PreTrainedTokenizerFast(tokenizer_object=words, eos_token="<eos>", pad_token="<eos>", padding_side="left")
-    draw = random.Random(seed)
     text = [" ".join(str(draw.randrange(V)) for _ in range(P)) for _ in range(steps * prompts)]
-
-    # the config's own eos would end samples too: TRL stops at the model's and at the tokenizer's
-    special = dict(bos_token_id=None, eos_token_id=None, pad_token_id=None)
-    config = transformers.AutoConfig.for_model(**{k: v for k, v in raw.items() if k not in ("dtype", "torch_dtype")} | special)
-    with torch.device("cuda" if cuda else "cpu"):
-        model = transformers.AutoModelForCausalLM.from_config(config, dtype=getattr(torch, dtype))
-
-    seconds, rollout_s, start = [], [], 0.0
-    name = "generate_batch" if overrides.get("use_transformers_continuous_batching") else "generate"
-    generate = getattr(model, name)
+    with torch.device(DEVICE):
+        model = transformers.AutoModelForCausalLM.from_config(transformers.AutoConfig.for_model(**raw), dtype=getattr(torch, dtype))
+    seconds, rollout_s, start, generate = [], [], 0.0, model.generate
 
     def timed(*args, **kwargs):
         sync()
@@ -492,54 +489,47 @@ def trl_step(raw, prompts, P, G, R, steps=3, seed=0, dtype="float32", micro=None
         def on_step_end(self, args, state, control, **kwargs):
             sync()
             seconds.append(time.perf_counter() - start)
-            if cuda and state.global_step == 1:
+            if CUDA and state.global_step == 1:
                 torch.cuda.reset_peak_memory_stats()  # the steps measured are those after the warm-up
 
-    setattr(model, name, timed)
+    model.generate = timed
     with tempfile.TemporaryDirectory() as out_dir:
-        # what is not named is TRL's default; what is named because the default might change: beta, num_iterations, top_p, top_k, min_p
-        args = trl.GRPOConfig(**dict(
-            output_dir=out_dir, seed=seed, max_steps=steps, use_cpu=not cuda, bf16=cuda,
-            num_generations=G, max_completion_length=R, per_device_train_batch_size=micro, gradient_accumulation_steps=prompts * G // micro,
-            steps_per_generation=prompts * G // micro,  # all samples of a step in one call of generate, then one update
+        # what is not named is TRL's default; some of what is named is too, because defaults change
+        args = trl.GRPOConfig(
+            output_dir=out_dir, max_steps=steps, use_cpu=not CUDA, bf16=CUDA, num_generations=G, max_completion_length=R,
+            per_device_train_batch_size=G, gradient_accumulation_steps=prompts,
+            steps_per_generation=prompts,  # all samples of a step in one call of generate, then one update
             num_iterations=1, beta=0.0, loss_type="dapo", temperature=1.0, top_p=1.0, top_k=0, min_p=None, use_vllm=False,
             gradient_checkpointing=True, optim="adamw_torch_fused", max_grad_norm=1.0, learning_rate=1e-6,
-            report_to="none", logging_strategy="no", save_strategy="no", disable_tqdm=True) | overrides)
+            report_to="none", logging_strategy="no", save_strategy="no", disable_tqdm=True)
         trainer = trl.GRPOTrainer(model, lambda completion_ids, **_: [draw.random() for _ in completion_ids], args,
                                   datasets.Dataset.from_dict(dict(prompt=text)), processing_class=tok, callbacks=[Clock()])
         trainer.remove_callback(transformers.PrinterCallback)
         trainer.train()
-    seen = trainer.state.num_input_tokens_seen  # TRL's own count of real tokens, without padding
-    if (len(seconds), len(rollout_s), seen) != (steps, steps, steps * prompts * G * (P + R)):
-        raise RuntimeError(f"TRL made {len(seconds)} updates, {len(rollout_s)} generations and {seen} tokens; {steps}, {steps} and "
-                           f"{steps * prompts * G * (P + R)} were asked for")
-    peak = torch.cuda.max_memory_allocated() / 1e9 if cuda else None
-    versions = {m.__name__: m.__version__ for m in (trl, transformers, datasets, torch)}
+    done, asked = (len(seconds), len(rollout_s), trainer.state.num_input_tokens_seen), (steps, steps, steps * prompts * G * (P + R))
+    if done != asked:  # updates, generations, tokens by TRL's own count, without padding
+        raise RuntimeError(f"TRL made {done} updates, generations and tokens, {asked} were asked for")
+    peak = allocated()
     # the trainer sits in reference cycles and in accelerate's registry: what comes next would find the memory taken
     trainer.accelerator.free_memory()
-    delattr(model, name)
-    del trainer, model, generate
-    gc.collect()
-    if cuda:
-        torch.cuda.empty_cache()
-    return dict(seconds=seconds, rollout_s=rollout_s, peak_gb=peak, versions=versions)
+    del model.generate
+    return seconds, rollout_s, peak, {m.__name__: m.__version__ for m in (trl, transformers, datasets, torch)}
 
 
 def step(name, prompts, P, G, R, budget, steps, checkpointing):
     table = Table("one training step", "ms ratio rollout_s learn_s peak_gb first_s", model=name, prompts=f"{prompts} x {G}", prompt=P,
-                  new_tokens=R, kept=budget, our_checkpointing=checkpointing, TRL_checkpointing=True, timed=f"median of {steps} after a first one, wall clock")
-    row = lambda r: {**{k: v for k, v in r.items() if k not in ("seconds", "first")}, "ms": 1e3 * r["seconds"], "first_s": r["first"]}
-    table.add("ours", attempt(lambda: row(our_step(name, prompts, P, G, R, budget, steps, checkpointing))))
+                  new_tokens=R, kept=budget, our_checkpointing=checkpointing, TRL_checkpointing=True,
+                  timed=f"median of {steps} after a first one, wall clock")
+    table.add("ours", attempt(lambda: our_step(name, prompts, P, G, R, budget, steps, checkpointing)))
     free()
 
     def theirs(dtype):
         try:
-            r = trl_step(SHAPES[name], prompts, P, G, R, steps + 1, dtype=dtype)
+            seconds, rollout_s, peak, versions = trl_step(SHAPES[name], prompts, P, G, R, steps + 1, dtype)
         except ImportError as e:
             return dict(note=str(e))
-        rollout_s, seconds = (statistics.median(r[k][1:]) for k in ("rollout_s", "seconds"))
-        return dict(ms=1e3 * seconds, first_s=r["seconds"][0], rollout_s=rollout_s, learn_s=seconds - rollout_s, peak_gb=r["peak_gb"],
-                    versions=r["versions"])
+        whole, part = statistics.median(seconds[1:]), statistics.median(rollout_s[1:])
+        return dict(ms=1e3 * whole, first_s=seconds[0], rollout_s=part, learn_s=whole - part, peak_gb=peak, versions=versions)
     for dtype, what in (("float32", "its default"), ("bfloat16", "no fp32 masters")):
         table.add(f"TRL, {dtype} ({what})", attempt(lambda: theirs(dtype)))
         free()
@@ -632,7 +622,7 @@ def memory_by_length(name, lengths, B, G, R, R_learn, budget):
         r = made_rollout(model, P, G, R_learn, budget)
         row.update(kv_bytes=kv["bytes"], kv_mb=kv["bytes"] / 1e6, predicted_gb=predicted / 1e9,
                    learner_gb=peak_gb(lambda: our_pass(model, r, adv, True)))
-        row["over"] = row["rollout_gb"] and row["rollout_gb"] / row["predicted_gb"]
+        row.update(dict(over=row["rollout_gb"] / row["predicted_gb"]) if CUDA else dict(note="peaks need CUDA"))
         table.add(f"prompt {P:,}", row)
 
 
@@ -736,22 +726,28 @@ def facts():
 
 def main(argv=None):
     a = argparse.ArgumentParser(description="benchmarks; see the head of this file")
-    a.add_argument("part", choices=("attn", "decode", "learner", "step", "memory", "all"))
-    a.add_argument("--quick", action="store_true", default=not CUDA)
-    a.add_argument("--shape", choices=list(SHAPES), help="only the tables of this model")
-    a.add_argument("--out", default=os.path.join(os.path.dirname(os.path.abspath(__file__)), "results"))
+    a.add_argument("part", choices=("attn", "decode", "learner", "step", "memory", "all"),
+                   help="attention; sampling; a learner's forward and backward pass; a whole training step; memory")
+    a.add_argument("--quick", action="store_true", default=not CUDA, help="tiny shapes, in seconds; always so without CUDA")
+    a.add_argument("--shape", choices=list(SHAPES), help="only the tables of this model (attn has none)")
+    a.add_argument("--out", default="out-bench", help="folder for the numbers as JSON (out-bench)")
     a = a.parse_args(argv)
+    wanted = {part: (f, [args for args in calls if a.shape is None or a.shape in args])
+              for part, (f, calls) in requests(a.quick).items() if a.part in (part, "all")}
+    if not any(calls for _, calls in wanted.values()):
+        raise SystemExit(f"error: {a.part} has no table of {a.shape}" + " among its tiny shapes" * a.quick)
     try:
         os.makedirs(a.out, exist_ok=True)
+        tempfile.TemporaryFile(dir=a.out).close()  # better now than after the first measurement
     except OSError as e:
-        raise SystemExit(f"error: {e}")
+        raise SystemExit(f"error: cannot write to {a.out!r}: {e}")
     about = facts()
     print("; ".join(f"{k} {v:,.1f}" if isinstance(v, float) else f"{k} {v}" for k, v in about.items()))
-    for part, (f, calls) in requests(a.quick).items():
-        if a.part not in (part, "all"):
-            continue
+    for part, (f, calls) in wanted.items():
         tables, start = [], time.time()
-        path = os.path.join(a.out, f"bench-{part}{'-quick' if a.quick and CUDA else ''}-{about['slug']}.json")
+        # a run of fewer or smaller tables gets a name of its own
+        name = "-".join(["bench", part] + ["quick"] * (a.quick and CUDA) + [a.shape] * bool(a.shape) + [about["slug"]])
+        path = os.path.join(a.out, name + ".json")
 
         def save(table):
             if table not in tables:
@@ -761,9 +757,9 @@ def main(argv=None):
                 json.dump(dict(part=part, **about, seconds=time.time() - start, tables=found), out, indent=1)
         Table.saved = staticmethod(save)
         for args in calls:
-            if a.shape is None or a.shape in args:
-                f(*args)
-        print(f"\n{part}: numbers in {path}")
+            f(*args)
+        if tables:
+            print(f"\n{part}: numbers in {path}")
 
 
 if __name__ == "__main__":

@@ -26,8 +26,8 @@ from fused import jit, kernels, tl, triton
 from model import matmul32
 
 BLOCK = 64      # keys of one step of a program's loop
-SPLIT = 256     # keys of one program: of prompts at least, unless they have fewer than twice as many, of responses at most
-PROGRAMS = 256  # for prompts, about two for each processor of a large card: more splits than that only cost
+SPLIT = 256     # keys of one program: at most this many of a response, at least this many of a prompt (or half of a short one)
+PROGRAMS = 256  # wanted for prompts, about two for each processor of a large card
 
 
 def decode_attention(q, k, v, prompt_k, prompt_v, n_kept, response_k, response_v, t, scale=None, impl=None):
@@ -35,9 +35,12 @@ def decode_attention(q, k, v, prompt_k, prompt_v, n_kept, response_k, response_v
 
     q (S, nh, hs), k, v (S, nkv, hs), S = B x G samples, sample s of prompt s // G. prompt_k, prompt_v (B, nkv, K, hs), of which
     slots below n_kept (B,) int32 count. response_k, response_v (S, nkv, R, hs), of which slots below t, an int64 tensor (), count.
-    scale: 1/sqrt(hs) if None. impl: "triton", "ref", or None for Triton on CUDA and the reference elsewhere. -> (S, nh, hs)"""
+    scale: 1/sqrt(hs) if None. impl: "triton", "ref", or None for Triton on CUDA and the reference elsewhere. -> (S, nh, hs)
+    Raises ValueError for an impl that is unknown or cannot run here."""
     scale = q.shape[2] ** -0.5 if scale is None else scale
-    if impl == "triton" or (impl is None and kernels(q)):
+    if impl not in (None, "triton", "ref") or (impl == "triton" and not kernels(q)):
+        raise ValueError(f"impl={impl!r} is unknown or cannot compute {q.dtype} on {q.device}: use None")
+    if impl != "ref" and kernels(q):
         return decode_attention_triton(q, k, v, prompt_k, prompt_v, n_kept, response_k, response_v, t, scale)
     return decode_attention_ref(q, k, v, prompt_k, prompt_v, n_kept, response_k, response_v, t, scale)
 
@@ -172,14 +175,18 @@ def sum_kernel(ACC, ML, OUT, pieces, HS: tl.constexpr, HP: tl.constexpr, PIECES:
 
 def decode_attention_triton(q, k, v, prompt_k, prompt_v, n_kept, response_k, response_v, t, scale):
     (S, nh, hs), (B, nkv, K, _), R = q.shape, prompt_k.shape, response_k.shape[2]
-    if any(x.stride()[1:] != (hs, 1) for x in (q, k, v)) or not all(x.is_contiguous() for x in (prompt_k, prompt_v, response_k, response_v)):
+    caches = prompt_k, prompt_v, response_k, response_v
+    if any(x.stride()[1:] != (hs, 1) for x in (q, k, v)) or not all(x.is_contiguous() for x in caches):
         raise ValueError("heads of q, k and v must follow each other, and the caches be contiguous")
-    p2, up, rows = triton.next_power_of_2, triton.cdiv, S // B * nh // nkv  # rows: query heads of a group on one KV head
+    p2, up = triton.next_power_of_2, triton.cdiv
+    rows = S // B * nh // nkv                                              # query heads of a group on one KV head
     # fp32 dots run on ordinary cores: the blocks of bf16 would need 176 KB of shared memory and spill at head size 128
     block, most = (BLOCK, 64) if q.element_size() == 2 else (min(BLOCK, 16), 32)
     MP = min(most, max(16, p2(rows)))
     owners = B * nkv * up(rows, MP)
-    size_p = BLOCK * max(up(K, BLOCK * up(PROGRAMS, owners)), min(SPLIT // BLOCK, up(K, 2 * BLOCK)))
+    even = up(K, BLOCK * up(PROGRAMS, owners))                             # blocks of keys a program has if PROGRAMS share the work
+    least = min(SPLIT // BLOCK, up(K, 2 * BLOCK))
+    size_p = BLOCK * max(even, least)
     splits_p, splits_r = up(K, size_p), up(R, SPLIT)
     pieces, HP = splits_p + splits_r, max(16, p2(hs))
     acc = torch.empty(S, nh, pieces, HP, device=q.device, dtype=torch.float32)

@@ -4,7 +4,8 @@ What stands between the matrix products of a layer: RMSNorm, rotary embedding, S
 The idea. These touch every activation and compute almost nothing, so their time is the number of times memory is read and
 written, and in decoding the number of launches. Each function below is its formula in PyTorch, which runs on CPU, and a
 Triton kernel forward and backward, which runs on CUDA: reads once, computes in fp32, writes once, and saves for the backward
-pass no more than its inputs (and one number a row).
+pass no more than its inputs (and one number a row). RMSNorm and rotation have the same hand-written backward pass on CPU, where
+autograd would keep and read again every intermediate.
 
 The gradient of an RMSNorm weight sums over all rows: programs sum over rows in a fixed order and their partial sums are added
 in a fixed order, so two runs agree bit for bit.
@@ -24,8 +25,9 @@ except ImportError:  # Mac, Windows: the formulas still work
 
 
 def jit(*varying, unaligned=()):
-    """triton.jit, or nothing without Triton. By default Triton compiles again when an integer becomes 1 or a multiple of 16 and when a
-    pointer becomes one: not for the integers named here, which differ between steps, nor for the pointers, which are slices."""
+    """triton.jit, or nothing without Triton. By default Triton compiles a kernel again for an integer that is 1 or a multiple of 16 and
+    for a pointer that is not a multiple of 16. varying: names of integers that differ between steps, unaligned: of pointers that may
+    point into the middle of a tensor; neither then leads to another compilation."""
     if triton is None:
         return lambda f: f
     return triton.jit(do_not_specialize=list(varying), do_not_specialize_on_alignment=list(unaligned))
@@ -39,9 +41,15 @@ def widen(x):
     return x.to(torch.promote_types(x.dtype, torch.float32))
 
 
+def interpreted():
+    """True if Triton's CPU interpreter runs the kernels (TRITON_INTERPRET=1 when this file was imported)."""
+    return triton is not None and not isinstance(norm_kernel, triton.runtime.JITFunction)
+
+
 def kernels(x):
-    """Whether the Triton kernels compute x: on CUDA, except in fp64, which only tests use."""
-    return triton is not None and x.dtype != torch.float64 and (x.is_cuda or not isinstance(norm_kernel, triton.runtime.JITFunction))
+    """Whether the Triton kernels compute x: on CUDA, except in fp64, which only tests use; and in the interpreter, except in bf16, which
+    it computes wrongly (triton issue 11584)."""
+    return triton is not None and x.dtype != torch.float64 and (x.is_cuda or (interpreted() and x.dtype != torch.bfloat16))
 
 
 def blocks(width, rows):

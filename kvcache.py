@@ -95,19 +95,20 @@ class KVCache:
         P, K, n = self.lengths[which.start], self.n_kept[which.start], which.stop - which.start
         # to the scoring function n prompts look like one with n times the heads
         heads = lambda x: x.unflatten(0, (n, -1)).transpose(0, 1).flatten(1, 2)            # (n * P, h, hs) -> (P, n * h, hs)
-        k, v = heads(k), heads(v)
+        k, v = heads(k), heads(v)                                                          # (P, n * nkv, hs)
         if K == P:
             kept = torch.arange(P, device=k.device).expand(k.shape[1], -1)
         else:
-            score = self.score(heads(q.unflatten(0, (n, -1))[:, -self.window:].flatten(0, 1)), k, self.pool, self.rng)
+            last = heads(q.unflatten(0, (n, -1))[:, -self.window:].flatten(0, 1))          # (W, n * nh, hs)
+            score = self.score(last, k, self.pool, self.rng)                               # (n * nkv, P)
             if score.shape != (k.shape[1], P):
                 raise ValueError(f"the scoring function gave {tuple(score.shape)}, not (KV heads, keys) = {(k.shape[1], P)}")
             kept = keep(score, K, self.window, self.sinks)                                 # (n * nkv, K)
         index = kept[:, :, None].expand(-1, -1, k.shape[2])                                # (n * nkv, K, hs)
         for store, x in zip(self.prompt[layer], (k, v)):  # a copy: no view keeps the dense keys alive
             store[which, :, :K] = x.transpose(0, 1).gather(1, index).unflatten(0, (n, -1))
-        for b, kept in zip(range(which.start, which.stop), kept.unflatten(0, (n, -1))):
-            self.kept[b][layer] = kept
+        for b, positions in zip(range(which.start, which.stop), kept.unflatten(0, (n, -1))):
+            self.kept[b][layer] = positions                                                # (nkv, K)
 
     def attend(self, layer, q, k, v):
         """One decoding step at one layer, see decode_attn.py. q (S, nh, hs), k, v (S, nkv, hs) with S = B x G -> (S, nh, hs)."""

@@ -1,8 +1,8 @@
 """
 A decoder-only transformer that reads real Hugging Face checkpoints: Llama (Llama 2/3.x, SmolLM2), Qwen2/2.5, Qwen3.
 
-The idea. Attention is the only place where tokens meet, so it is the only thing this file does not do itself. There
-is no batch dimension: `model(ids (N,), pos (N,), attend)` maps N tokens to N hidden states and hands each layer's
+The idea. Attention is the only place where tokens meet, so this file leaves it to the caller (and what stands between the
+matrix products to fused.py). There is no batch dimension: `model(ids (N,), pos (N,), attend)` maps N tokens to N hidden states and hands each layer's
 rotated queries, keys and values to `attend(layer, q, k, v)`. Prefill, decoding and the learner differ only in the
 function they pass; this is where a Shadow Mask enters the learner.
 
@@ -313,6 +313,8 @@ class Transformer(nn.Module):
             config = Config.from_dict(raw)
         except (ValueError, TypeError, AttributeError, ArithmeticError) as e:  # whatever types may stand in a JSON file
             raise ValueError(f"{file}: {' '.join(str(e).split())}") from None
+        if torch.device(device).type == "cuda" and config.head_size > 128:
+            raise ValueError(f"{file}: the Triton kernels take head sizes up to 128, the model has {config.head_size}")
         with torch.device("meta"):  # no memory, no uninitialised weights: every tensor must come from the checkpoint
             model = cls(config)
         tensors = {}

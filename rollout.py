@@ -89,8 +89,6 @@ def check_request(model, prompts, group, max_new_tokens, temperature, response_b
     if response_budget is not None:
         raise ValueError("response_budget: evicting response keys while decoding is not built; leave it None")
     c = model.config
-    if model.device.type == "cuda" and c.head_size > 128:
-        raise ValueError(f"the Triton kernel takes head sizes up to 128, the model has {c.head_size}")
     for b, p in enumerate(prompts):
         if len(p) == 0:
             raise ValueError(f"prompt {b} is empty")
@@ -101,10 +99,11 @@ def check_request(model, prompts, group, max_new_tokens, temperature, response_b
 
 
 def record(step, device):
-    """Record the kernels that step() launches on a card in a CUDA graph, without running them. -> a function that runs them all in one launch
+    """Record the kernels that step() launches on a card in a CUDA graph, without running them. -> a function that runs them at once
 
-    Decoding launches some 500 kernels per token that last a few microseconds each: launched one by one, the host is the limit.
-    What changes from token to token (slot, position, random numbers) must be read from the device."""
+    Decoding launches hundreds of kernels per token that last a few microseconds each: launched one by one, the host is the limit.
+    What changes from token to token (slot, position, random numbers) must be read from the device, nothing in step() may wait for it,
+    and every tensor that step() reads or writes must live at the same address until the last replay: generate's frame holds them."""
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.device(device), torch.cuda.graph(graph):
         step()
@@ -117,7 +116,7 @@ def generate(model, prompts, group, max_new_tokens, temperature=1.0, evict="snap
     """Sample `group` responses to each prompt under the compressed cache. prompts: B lists of token ids, ragged. -> Rollout
 
     temperature 0 is greedy, for evaluation. evict, budget, window, sinks, pool: see kvcache.KVCache. response_budget and
-    period belong to methods that evict response keys while decoding; none is built yet, so anything but None is refused.
+    period belong to methods that evict response keys while decoding; none is built yet, so a response_budget is refused.
     stop_ids: a response ends with the first of these, which is part of it. Decoding ends when every row has ended.
     prefill_rows: prompt tokens per prefill pass. Raises ValueError for settings or prompts it cannot serve."""
     check_request(model, prompts, group, max_new_tokens, temperature, response_budget)

@@ -3,8 +3,8 @@ Drawing tokens from logits, with the log-probability they were drawn with.
 
 The idea. The largest of log-probs plus Gumbel noise is an exact sample of the softmax (the Gumbel-max trick), and adding a
 constant to the log-probs does not move it, so one pass over a row of logits suffices: keep a running log-sum-exp and the best
-noisy logit. The kernel reads each logit once and writes two numbers a row; in PyTorch the same takes some twelve passes over
-(samples, vocabulary), a tenth of a decoding step with a vocabulary of 150,000.
+noisy logit. One kernel reads each logit once and leaves five numbers for each part of a row, a second joins the parts; PyTorch
+needs about a dozen passes over (samples, vocabulary).
 
 The kernel's noise is counter-based (Philox): a function of (seed, step, row, column) alone, read off the device, so that a CUDA
 graph can replay it and the draws do not depend on how many came before.
@@ -30,7 +30,8 @@ def sample(logits, temperature, rng, seed, t):
     return token, logp.gather(1, token[:, None])[:, 0]
 
 
-BLOCK, PARTS = 1024, 16  # logits a program takes at a time, four times; most parts of a row
+BLOCK = 1024  # logits a program reads at once; it does so four times per step of its loop, for Philox makes four words a call
+PARTS = 16    # a row of logits is cut into at most this many parts, each for a program of its own
 
 
 def sample_triton(logits, temperature, seed, t):
@@ -64,8 +65,8 @@ def consider(x, c, r, m, l, best, at, x_best, GREEDY: tl.constexpr):
 
 @jit("seed")
 def part_kernel(X, FOUND, WHERE, T, seed, V, size, scale, GREEDY: tl.constexpr, BLOCK: tl.constexpr):
-    # one program per row and part of X (S, V); every lane keeps its own running numbers, joined at the end. Philox makes four words
-    # a call: word i of column c is column c + i * BLOCK's
+    # one program per row and part of X (S, V); every lane keeps its own running numbers, joined at the end. Word i that
+    # Philox makes for column c serves column c + i * BLOCK
     row, part, lane = tl.program_id(0), tl.program_id(1), tl.arange(0, BLOCK)
     X += row.to(tl.int64) * V
     step = tl.load(T).to(tl.int32)

@@ -36,7 +36,7 @@ import torch
 import torch.nn.functional as F
 from torch.utils.checkpoint import checkpoint
 
-from fused import jit, tl, triton
+from fused import interpreted, jit, tl, triton
 
 
 def shadow_attention(q, k, v, until, scale=None, impl=None, plan=None):
@@ -65,6 +65,8 @@ def shadow_attention(q, k, v, until, scale=None, impl=None, plan=None):
         raise ValueError("Triton's interpreter computes bfloat16 wrongly (triton issue 11584): use float32")
     if q.shape[2] > 128:
         raise ValueError(f"impl='triton' takes head sizes up to 128, got {q.shape[2]}")
+    if plan and plan[3] is None and torch.is_grad_enabled():
+        raise ValueError("this plan was prepared without backward lists, and gradients are enabled")
     with torch.cuda.device_of(q):  # Triton launches on the current card, which need not be q's
         return ShadowAttention.apply(q, k, v, plan or prepare(until, torch.is_grad_enabled()), scale)
 
@@ -84,11 +86,6 @@ def check(q, k, v, until):
         raise ValueError(f"q, k and v must share one floating dtype, got {q.dtype}, {k.dtype} and {v.dtype}")
     if not q.device == k.device == v.device == until.device:
         raise ValueError(f"q, k, v and until are on {q.device}, {k.device}, {v.device} and {until.device}")
-
-
-def interpreted():
-    """True if the kernels below run in Triton's CPU interpreter (TRITON_INTERPRET=1 when this file was imported)."""
-    return triton is not None and not isinstance(forward_kernel, triton.runtime.JITFunction)
 
 
 # ---- reference ----
@@ -229,7 +226,7 @@ def store_rows(X, x, stride_row, start, N, ROWS: tl.constexpr, HS: tl.constexpr,
 
 @attention_jit
 def tiles_meet(BORN_MIN, BORN_MAX, DIES_MIN, DIES_MAX, kv, a, b, N, nq, nk, BY_KEY: tl.constexpr, TILE_Q: tl.constexpr):
-    # b (BLOCK,) tiles opposite tile a -> which hold a visible pair, in which all pairs are visible
+    # b (BLOCK,) tiles opposite tile a -> which hold a visible pair, in which all pairs are visible; + zeros makes a as wide as b
     query, key = (b, kv * nk + a + tl.zeros_like(b)) if BY_KEY else (a + tl.zeros_like(b), kv * nk + b)
     inside = b < (nq if BY_KEY else nk)
     first = query * TILE_Q                                                 # first and last row of the query tile

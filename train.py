@@ -83,7 +83,8 @@ DEFAULTS = {k: v for k, v in globals().items() if isinstance(v, (bool, int, floa
 CHOICES = dict(evict=list(EVICT), learner=["shadow", "dense"], distill_to=["dense", "shadow"],
                norm=["sequence", "token", "constant"], dtype=["auto", "float32", "bfloat16"])
 REFUSED = dict.fromkeys(("top_p", "top_k", "min_p"), "it cuts the support the learner scores, so every ratio would be biased")
-MAY_CHANGE = {"resume", "overwrite", "out_dir", "device", "steps", "eval_every", "eval_problems", "eval_batch", "save_every"}  # on resume
+MAY_CHANGE = {"resume", "overwrite", "out_dir", "device", "steps", "eval_every", "eval_problems", "eval_batch", "save_every",
+              "micro_rows", "checkpointing"}  # on resume; the last two because a run may end for want of memory
 
 
 def settings(argv):
@@ -270,7 +271,7 @@ def setup(argv):
     if kind == "cuda" and int(index or 0) >= torch.cuda.device_count():
         raise ValueError(f"device={c.device} was asked for, but torch finds no CUDA or no such card ({torch.cuda.device_count()} found)")
     if kind == "cuda":
-        torch.cuda.set_device(c.device)
+        torch.cuda.set_device(c.device)  # what is asked below, such as the peak, is asked of the current card
     if c.dtype == "auto":
         c.dtype = "bfloat16" if kind == "cuda" else "float32"
     path = lambda name: os.path.join(c.out_dir, name)
@@ -285,8 +286,6 @@ def setup(argv):
     if len(tok) > net.config.vocab_size:
         raise ValueError(f"{folder}: the tokenizer has {len(tok)} ids, the model {net.config.vocab_size}")
     net.vocab_used = len(tok)
-    if kind == "cuda" and net.config.head_size > 128:
-        raise ValueError(f"{folder}: the Triton kernel takes head sizes up to 128, the model has {net.config.head_size}")
     if c.prompt_tokens + c.max_new_tokens > net.config.max_pos:
         raise ValueError(f"prompt_tokens {c.prompt_tokens} + max_new_tokens {c.max_new_tokens} exceed the model's context of "
                          f"{net.config.max_pos}")
@@ -344,7 +343,7 @@ def main(argv):
 
 def show(log):
     """One line per step, fixed width. gap: learner against sampler; accept: overlap of the two policies, mean and 5th percentile;
-    ent: entropy of the sampling policy as replayed; clip: clipped tokens (of the last update; the rest is of the first); trunc: responses
+    ent: entropy of the replayed sampling policy (of the dense one if only that is replayed); clip: clipped tokens (of the last update; the rest is of the first); trunc: responses
     cut short; equal: groups whose samples all earned the same; grad: gradient norm; seconds of rollout + update."""
     accept = f"accept {log['accept']:.3f} p05 {log['accept_p05']:.3f} | " if "accept" in log else ""
     return (f"step {log['step']:4d} | reward {log['reward']:.3f} | loss {log['loss']:+.4f} kl {log['kl']:.4f} | gap {log['gap']:.1e} "

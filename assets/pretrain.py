@@ -12,7 +12,8 @@ prompts right after copying the model stays at "some code of the list". A curric
    until they are the real prompts. Each list of facts is asked about several times, to be efficient.
 Training ends early on purpose, when a third of the sampled answers to held-out problems (most of the greedy ones) are right.
 
-assets/model: this command, seed 0, 2 threads, 1,133 steps, 6.8 minutes on two CPU cores, bit for bit the same when repeated.
+assets/model: this command, seed 0, 2 threads, 1,133 steps, 6.8 minutes on two CPU cores, bit for bit the same when repeated at
+commit 61f81a6; later ones sum in another order.
 Held-out prompts of 192 tokens, dense cache: a sampled answer (temperature 1) is right with probability 0.338, the greedy one
 in 0.828 of 128 (assets/pretrain.log). Another number of threads rounds differently, and the result differs a little.
 

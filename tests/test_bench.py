@@ -67,8 +67,8 @@ def test_rival_is_the_same_model(monkeypatch):
     assert bench.rival("tiny")[1] < 1e-4
     real, seen = bench.ours, []
 
-    def other(name):
-        model = real(name)
+    def other(name, *dtype):
+        model = real(name, *dtype)
         seen.append(model)
         tensors = model.tensors
         model.tensors = lambda: {k: x * (1.01 if k.startswith("layers.0.mlp.down") else 1) for k, x in tensors().items()}
@@ -171,3 +171,13 @@ def test_attempt_keeps_assertions_and_explains_the_rest():
         bench.attempt(fails(AssertionError("differs")))
     with pytest.raises(AssertionError):
         bench.check_same("x", torch.tensor([math.nan]), torch.ones(1), 1.0)
+
+
+def test_refuses_what_it_cannot_do(tmp_path, capsys):
+    """A shape that a part has no table of, and a folder that cannot be written: one line, before anything is measured."""
+    (tmp_path / "file").write_text("")
+    for args in (["attn", "--shape=tiny"], ["learner", "--quick", "--shape=qwen2.5-1.5b"], ["attn", "--quick", f"--out={tmp_path / 'file'}"],
+                 ["attn", "--quick", "--out=/proc"], ["attn", "--quick", "--out="]):
+        with pytest.raises(SystemExit, match="^error: "):
+            bench.main(args)
+    assert capsys.readouterr().out == ""

@@ -74,6 +74,13 @@ def test_negative_controls(impl):
     assert error(without, want) > 1e-2
 
 
+def test_refuses_an_impl_that_cannot_run():
+    args = example(1, 1, 2, 2, 16, 4, 3, 1, "cpu", torch.float64)
+    for impl in ("tritn", "triton"):  # a wrong name; no kernel computes fp64
+        with pytest.raises(ValueError, match="unknown or cannot compute torch.float64 on cpu"):
+            decode_attention(*args, impl=impl)
+
+
 @kernel
 def test_kernel_refuses_other_layouts():
     q, k, v, *rest = example(1, 2, 2, 2, 16, 20, 5, 2, DEVICE, torch.float32)
@@ -115,13 +122,8 @@ def test_one_graph_serves_every_step():
 
 
 @pytest.mark.skipif(CUDA or INTERPRET or triton is None, reason="runs the kernels where there is no GPU")
-def test_kernels_in_interpreter():
-    command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", os.path.abspath(__file__),
-               "-k", "(triton or kernel) and not interpreter"]
-    env = {**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
-    result = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True)
-    assert result.returncode == 0, result.stdout + result.stderr
-    assert "passed" in result.stdout and "skipped" not in result.stdout, result.stdout
+def test_kernels_in_interpreter(pass_in_interpreter):
+    pass_in_interpreter(__file__, "(triton or kernel) and not interpreter")
 
 
 def test_self_check_command():

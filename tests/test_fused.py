@@ -3,8 +3,6 @@ Fused functions and the sampler against formulas in fp64: the kernels on a GPU i
 process of its own (TRITON_INTERPRET must be set before the import); what runs on CPU here.
 """
 import os
-import subprocess
-import sys
 
 import pytest
 import torch
@@ -13,7 +11,6 @@ import fused
 from fused import rms_norm, rotate, rotate_one, swiglu, triton
 from sampling import sample
 
-ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 CUDA = torch.cuda.is_available()
 INTERPRET = os.environ.get("TRITON_INTERPRET") == "1"
 DEVICE = "cuda" if CUDA else "cpu"
@@ -131,12 +128,8 @@ def test_sample_kernel_far_tail():
 
 
 @pytest.mark.skipif(CUDA or INTERPRET or triton is None, reason="runs the kernels where there is no GPU")
-def test_kernels_in_interpreter():
-    command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", os.path.abspath(__file__), "-k", "not interpreter"]
-    env = {**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
-    result = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True)
-    assert result.returncode == 0, result.stdout + result.stderr
-    assert "passed" in result.stdout and "skipped" not in result.stdout, result.stdout
+def test_kernels_in_interpreter(pass_in_interpreter):
+    pass_in_interpreter(__file__, "not interpreter")
 
 
 def test_rms_norm_takes_any_layout_of_gradients():

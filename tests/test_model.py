@@ -456,3 +456,13 @@ def test_mlp_in_slices(tmp_path, name, monkeypatch):
     monkeypatch.setattr(model_file.MLP, "forward", lambda self, x, norm: x.clone())  # the control: an MLP that leaves no mark
     with torch.no_grad():
         assert not same(go(), whole[:1])
+
+
+def test_head_size_beyond_the_kernels(tmp_path):
+    """Refused where the model is loaded onto a card, which need not be there for that; a CPU has no such limit."""
+    make(tmp_path, "llama")
+    edit(tmp_path, lambda raw: raw.update(head_dim=256))
+    with pytest.raises(ValueError, match="head sizes up to 128, the model has 256"):
+        Transformer.from_pretrained(tmp_path, device="cuda")
+    with pytest.raises(ValueError, match="q_proj.weight has shape"):
+        Transformer.from_pretrained(tmp_path)

@@ -138,13 +138,8 @@ def test_triton_real_blocks(monkeypatch):
 
 
 @pytest.mark.skipif(CUDA or INTERPRET or triton is None, reason="runs the kernels where there is no GPU")
-def test_kernels_in_interpreter():
-    command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", os.path.abspath(__file__),
-               "-k", "triton and not gpu and not import"]
-    env = {**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
-    result = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True)
-    assert result.returncode == 0, result.stdout + result.stderr
-    assert "passed" in result.stdout and "skipped" not in result.stdout, result.stdout
+def test_kernels_in_interpreter(pass_in_interpreter):
+    pass_in_interpreter(__file__, "triton and not gpu and not import")
 
 
 @pytest.mark.parametrize("impl,device", IMPLS)
@@ -326,6 +321,9 @@ def test_triton_layers_are_prepared_together():
         assert all(torch.equal(a, b) for a, b in zip(facts(*plan), facts(*prepare(layer)), strict=True))
     assert not torch.equal(prepare_layers(until)[0][0], prepare(until[1])[0])
     assert prepare(until[0], backward=False)[3] is None
+    q, k = torch.zeros(300, 2, 16, device=DEVICE), torch.zeros(300, 2, 16, device=DEVICE)
+    with pytest.raises(ValueError, match="prepared without backward lists"):
+        shadow_attention(q, k, k, until[0], impl="triton", plan=prepare(until[0], backward=False))
 
 
 @no_triton
