@@ -26,7 +26,7 @@ from torch.utils.checkpoint import checkpoint
 
 from fused import rms_norm, rotate, swiglu, widen
 
-MLP_ROWS = 4096  # rows of an MLP slice in prefill; under activation checkpointing, where a slice is computed once more, 4 times that
+MLP_ROWS = 2048  # rows of an MLP slice in prefill; under activation checkpointing, where a slice is computed once more, 8 times that
 CHECKPOINT = dict(use_reentrant=False, preserve_rng_state=False)  # nothing here draws random numbers
 
 # which tensors an architecture has beyond the common ones; a bias of None means "ask config.attention_bias"
@@ -214,7 +214,7 @@ class Block(nn.Module):
     def forward(self, x, cos, sin, attend, slices=True):
         """x (N, C) -> (N, C). slices: long inputs pass the MLP, whose inner width is the largest around, a slice at a time."""
         x, norm = self.self_attn(x, self.input_layernorm, cos, sin, attend), self.post_attention_layernorm
-        size = MLP_ROWS * (4 if torch.is_grad_enabled() else 1)
+        size = MLP_ROWS * (8 if torch.is_grad_enabled() else 1)
         if not slices or len(x) <= size:
             return self.mlp(x, norm)
         if torch.is_grad_enabled():
@@ -258,6 +258,7 @@ class Transformer(nn.Module):
         x = self.embed_tokens(ids)                                                           # (N, C)
         angle = pos.to(torch.promote_types(x.dtype, torch.float32))[:, None] * self.rope_freq  # (N, hs/2)
         cos, sin = angle.cos(), angle.sin()
+        del angle  # a long prompt's is not small
         for layer in self.layers:
             if checkpointing and torch.is_grad_enabled():
                 x = checkpoint(layer, x, cos, sin, attend, **CHECKPOINT)

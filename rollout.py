@@ -72,7 +72,7 @@ def prefill(model, cache, prompts, max_rows):
                 rows = slice(row, row + size * (which.stop - b))
                 cache.write_prompts(which, layer, q[rows], k[rows], v[rows])
                 row, b = rows.stop, which.stop
-            return shadow_attention(q, k, v, until, plan=plan)
+            return shadow_attention(q, k, v, until, plan=plan, out=q if plan else None)  # over q, which nobody needs any more
 
         hidden = model(ids, pos, attend)                                                              # (N, C)
         logits.append(model.logits(hidden[ends - 1]))                                                 # (prompts, V)

@@ -39,14 +39,15 @@ from torch.utils.checkpoint import checkpoint
 from fused import interpreted, jit, tl, triton
 
 
-def shadow_attention(q, k, v, until, scale=None, impl=None, plan=None):
+def shadow_attention(q, k, v, until, scale=None, impl=None, plan=None, out=None):
     """Attention in which query row i sees key row j iff j <= i < until[kv_head, j].
 
     q (N, nh, hs), k and v (N, nkv, hs), any strides, one floating dtype; until (nkv, N) int32, in rows. Query head h reads
     KV head h // (nh // nkv). scale: factor on q.k, 1/sqrt(hs) if None. impl: "triton", "ref", or None for Triton on CUDA
-    and the reference elsewhere. plan: `prepare(until)`, if the caller made it before (once for all layers); the reference ignores
-    it. Returns (N, nh, hs) in q's dtype, differentiable once in q, k and v. Raises ValueError for
-    shapes, dtypes and devices that do not fit, and for a forced impl that cannot run here."""
+    and the reference elsewhere. plan: `prepare(until)`, if the caller made it before (once for all layers). out: where the result may
+    go if no gradient is recorded, like q with heads next to each other; it may be q itself. The reference ignores both. Returns
+    (N, nh, hs) in q's dtype, differentiable once in q, k and v. Raises ValueError for shapes, dtypes and devices that do not fit,
+    and for a forced impl that cannot run here."""
     check(q, k, v, until)
     scale = q.shape[2] ** -0.5 if scale is None else float(scale)
     if not 0 < scale < math.inf:
@@ -67,8 +68,10 @@ def shadow_attention(q, k, v, until, scale=None, impl=None, plan=None):
         raise ValueError(f"impl='triton' takes head sizes up to 128, got {q.shape[2]}")
     if plan and plan[3] is None and torch.is_grad_enabled():
         raise ValueError("this plan was prepared without backward lists, and gradients are enabled")
+    if out is not None and (torch.is_grad_enabled() or out.shape != q.shape or out.dtype != q.dtype or out.stride()[1:] != (q.shape[2], 1)):
+        raise ValueError(f"out, {tuple(out.shape)} with strides {out.stride()}, does not fit q or would be part of a recorded graph")
     with torch.cuda.device_of(q):  # Triton launches on the current card, which need not be q's
-        return ShadowAttention.apply(q, k, v, plan or prepare(until, torch.is_grad_enabled()), scale)
+        return ShadowAttention.apply(q, k, v, plan or prepare(until, torch.is_grad_enabled()), scale, out)
 
 
 def check(q, k, v, until):
@@ -316,9 +319,9 @@ def forward_loop(acc, m, l, q, rows, K, V, born, dies, tiles, lo, hi, scale, MAS
 
 @attention_jit
 def forward_kernel(Q, K, V, O, LSE, born, dies, lists, partial, visible, order,
-                   sq_row, sq_head, sq_col, N, nq, nk, nh, group, scale, HS: tl.constexpr, HP: tl.constexpr,
+                   sq_row, sq_head, sq_col, so_row, N, nq, nk, nh, group, scale, HS: tl.constexpr, HP: tl.constexpr,
                    BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr, TILE_Q: tl.constexpr, TILE_K: tl.constexpr):
-    # O (N, nh, HS), LSE (nh, nq * TILE_Q) log-sum-exp of each row in base 2
+    # O (N, nh, HS), which may be Q: a program reads its rows of Q first; LSE (nh, nq * TILE_Q) log-sum-exp of each row in base 2
     flat, kv, head, start = my_queries(order, nq, group, BLOCK_Q, TILE_Q)
     rows = start + tl.arange(0, BLOCK_Q)
     first = kv * nk * TILE_K                                               # of this KV head's keys
@@ -336,7 +339,7 @@ def forward_kernel(Q, K, V, O, LSE, born, dies, lists, partial, visible, order,
     # a row that sees nothing, or past the end: output 0, and log-sum-exp +inf so that the backward pass finds exp2(s - inf) = 0
     some = (l > 0) & (rows < N)
     l = tl.where(some, l, 1.0)
-    store_rows(O + head * HS, acc / l[:, None], nh * HS, start, N, BLOCK_Q, HS, HP)
+    store_rows(O + head * HS, acc / l[:, None], so_row, start, N, BLOCK_Q, HS, HP)
     tl.store(LSE + head * nq * TILE_Q + rows, tl.where(some, m + tl.log2(l), float("inf")))
 
 
@@ -484,16 +487,16 @@ def sort_keys(x, born, dies, width):
 
 class ShadowAttention(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, q, k, v, plan, scale):
+    def forward(ctx, q, k, v, plan, scale, out):
         (N, nh, hs), nkv = q.shape, k.shape[1]
         width = max(16, triton.next_power_of_2(hs))  # tl.arange and tl.dot want powers of two, 16 or more
         born, dies, by_query, by_key = plan
         k, v = sort_keys(k, born, dies, width), sort_keys(v, born, dies, width)  # (nkv, nk * TILE_K, width)
         nq, nk = by_query[0].shape[1:]
-        out = torch.empty((N, nh, hs), device=q.device, dtype=q.dtype)
+        out = torch.empty((N, nh, hs), device=q.device, dtype=q.dtype) if out is None else out
         lse = torch.empty((nh, nq * TILE_Q), device=q.device, dtype=torch.float32)
         launch(forward_kernel, q.dtype, width, lambda block_q, _: nh * nq * (TILE_Q // block_q), q, k, v, out, lse, born, dies,
-               *by_query, *q.stride(), N, nq, nk, nh, nh // nkv, scale * math.log2(math.e), HS=hs)
+               *by_query, *q.stride(), out.stride(0), N, nq, nk, nh, nh // nkv, scale * math.log2(math.e), HS=hs)
         if by_key:
             ctx.save_for_backward(q, k, v, out, lse, born, dies, *by_query, *by_key)
         ctx.scale = scale
@@ -517,7 +520,7 @@ class ShadowAttention(torch.autograd.Function):
         launch(dkv_kernel, q.dtype, width, lambda _, block_k: nkv * nk * (TILE_K // block_k) * shares,
                q, k, v, grad, lse, delta, dk, dv, born, dies, *lists[4:], *tail, shares, HS=hs)
         dk, dv = (x[0] if shares == 1 else x.sum(0).to(q.dtype) for x in (dk, dv))
-        return dq, dk, dv, None, None
+        return dq, dk, dv, None, None, None
 
 
 # ---- self-check ----

@@ -271,7 +271,7 @@ def setup(argv):
     if kind == "cuda" and int(index or 0) >= torch.cuda.device_count():
         raise ValueError(f"device={c.device} was asked for, but torch finds no CUDA or no such card ({torch.cuda.device_count()} found)")
     if kind == "cuda":
-        torch.cuda.set_device(c.device)  # what is asked below, such as the peak, is asked of the current card
+        torch.cuda.set_device(int(index or 0))  # what is asked below, such as the peak, is asked of the current card
     if c.dtype == "auto":
         c.dtype = "bfloat16" if kind == "cuda" else "float32"
     path = lambda name: os.path.join(c.out_dir, name)

@@ -336,6 +336,24 @@ def test_triton_shares_of_query_heads(monkeypatch):
 
 
 @no_triton
+def test_triton_writes_over_q():
+    """With out=q the result is bit for bit the same, in strided memory too; where a gradient is recorded, or it does not fit, it is refused."""
+    device = "cuda" if CUDA else "cpu"
+    q, k, v, _, until = case(300, 4, 2, 16, device)
+    want = shadow_attention(q, k, v, until, impl="triton")
+    with pytest.raises(ValueError, match="does not fit q or would be part of a recorded graph"):
+        shadow_attention(q, k, v, until, impl="triton", out=torch.empty_like(q))
+    with torch.no_grad():
+        wide = torch.zeros(300, 6, 16, device=device)
+        wide[:, :4] = q
+        got = shadow_attention(wide[:, :4], k, v, until, impl="triton", out=wide[:, :4])
+        assert got.data_ptr() == wide.data_ptr() and torch.equal(got, want) and not torch.equal(want, q)
+        assert torch.equal(wide[:, 4:], torch.zeros_like(wide[:, 4:]))
+        with pytest.raises(ValueError, match="does not fit q"):
+            shadow_attention(q, k, v, until, impl="triton", out=torch.empty_like(q)[:-1])
+
+
+@no_triton
 def test_triton_sorting_pays():
     # two policies of one group: nearly all the work in visited tiles is visible work
     until = group_until(2048, 4, 129, 256, 2)

@@ -74,6 +74,18 @@ def test_resume_is_bitwise(finished, tmp_path):
     assert not all(torch.equal(a, b) for a, b in zip(whole["masters"], load(out + "b")["masters"]))
 
 
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_default_device_on_a_gpu(tmp_path):
+    """Without --device the card is found, and two runs with one seed write equal lines; another seed does not."""
+    def lines(name, *more):
+        p = run(*FAST[:-1], f"--out_dir={tmp_path / name}", *more)
+        assert p.returncode == 0 and "Triton kernel" in p.stdout, p.stderr
+        read = [json.loads(line) for line in open(tmp_path / name / "log.jsonl")]
+        return [{k: v for k, v in r.items() if k not in ("rollout_s", "learn_s")} for r in read]
+    first = lines("a")
+    assert first == lines("b") and first != lines("c", "--seed=1") and len(first) == 7
+
+
 def test_interrupt_saves_and_resumes(tmp_path):
     out = str(tmp_path / "out")
     p = subprocess.Popen([sys.executable, os.path.join(ROOT, "train.py"), *FAST, "--steps=500", "--eval_every=500", f"--out_dir={out}"],
