@@ -10,7 +10,8 @@ from the compressed cache, one token per sample and step, and records the log-pr
 and gives every key of every layer and KV head the row at which it dies. One forward pass under these lifetimes then
 scores both the dense policy and the policy that really sampled (the shadow policy).
 
-On a GPU the decoding step is recorded once per rollout as a CUDA graph and replayed for every further token.
+On a GPU the decoding step is recorded once per rollout as a CUDA graph and replayed for every further token; between two
+replays the cache may evict response keys.
 
 Left out on purpose: beam search, streaming.
 """
@@ -80,14 +81,12 @@ def prefill(model, cache, prompts, max_rows):
     return torch.cat(logits)
 
 
-def check_request(model, prompts, group, max_new_tokens, temperature, response_budget):
+def check_request(model, prompts, group, max_new_tokens, temperature):
     """Raise ValueError, naming the culprit, for a request that cannot be served as asked."""
     if not prompts or group < 1 or max_new_tokens < 1:
         raise ValueError(f"need at least one prompt, sample and new token: got {len(prompts)}, {group}, {max_new_tokens}")
     if not 0 <= temperature < float("inf"):
         raise ValueError(f"temperature must be finite and not negative, got {temperature}")
-    if response_budget is not None:
-        raise ValueError("response_budget: evicting response keys while decoding is not built; leave it None")
     c = model.config
     for b, p in enumerate(prompts):
         if len(p) == 0:
@@ -115,16 +114,15 @@ def generate(model, prompts, group, max_new_tokens, temperature=1.0, evict="snap
              response_budget=None, period=128, stop_ids=(), seed=0, pool=7, prefill_rows=16384):
     """Sample `group` responses to each prompt under the compressed cache. prompts: B lists of token ids, ragged. -> Rollout
 
-    temperature 0 is greedy, for evaluation. evict, budget, window, sinks, pool: see kvcache.KVCache. response_budget and
-    period belong to methods that evict response keys while decoding; none is built yet, so a response_budget is refused.
+    temperature 0 is greedy, for evaluation. evict, budget, window, sinks, pool, response_budget, period: see kvcache.KVCache.
     stop_ids: a response ends with the first of these, which is part of it. Decoding ends when every row has ended.
     prefill_rows: prompt tokens per prefill pass. Raises ValueError for settings or prompts it cannot serve."""
-    check_request(model, prompts, group, max_new_tokens, temperature, response_budget)
+    check_request(model, prompts, group, max_new_tokens, temperature)
     if prefill_rows < 1:
         raise ValueError(f"prefill_rows must be at least 1, got {prefill_rows}")
     c, dev, B, S, R = model.config, model.device, len(prompts), len(prompts) * group, max_new_tokens
     prompts = [list(p) for p in prompts]
-    cache = KVCache(c, [len(p) for p in prompts], group, R, evict, budget, window, sinks, pool, seed, dev, model.dtype)
+    cache = KVCache(c, [len(p) for p in prompts], group, R, evict, budget, window, sinks, pool, seed, dev, model.dtype, response_budget, period)
     rng = torch.Generator(device=dev).manual_seed(seed)
     stop = torch.tensor(sorted(stop_ids), device=dev, dtype=torch.int64)
     tokens = torch.zeros(S, R, dtype=torch.int64, device=dev)
@@ -158,6 +156,8 @@ def generate(model, prompts, group, max_new_tokens, temperature=1.0, evict="snap
         if t == 2 and dev.type == "cuda":  # the step before has compiled and warmed up all there is
             run = record(step, dev)
         run()
+        if t < R - 1:  # nothing is sampled after step R - 1
+            cache.evict_responses(t)
     ends = torch.isin(tokens, stop) if len(stop) else torch.zeros_like(tokens, dtype=torch.bool)      # (S, R)
     lengths = torch.where(ends.any(1), ends.int().argmax(1) + 1, R)                                   # the first stop token counts
     past = torch.arange(R, device=dev) >= lengths[:, None]
@@ -167,7 +167,7 @@ def generate(model, prompts, group, max_new_tokens, temperature=1.0, evict="snap
     per_key = c.kv_bytes_per_token(model.dtype)
     total, own = sum(len(p) for p in prompts), S * (R - 1)  # prompt tokens; response keys
     shape = lambda x: x.view(B, group, *x.shape[1:])
-    until = torch.full((c.n_layer, c.n_kv_head, B, group, R), R, dtype=torch.int32, device=dev)  # no response key is evicted
+    until = cache.until.unflatten(1, (B, group)).permute(0, 3, 1, 2, 4).contiguous()                  # (L, nkv, B, G, R)
     kept = [torch.stack(layers) for layers in cache.kept]
     return Rollout(prompts, shape(tokens), shape(lengths), shape(logps), temperature, kept, until, shape(ends.any(1)),
                    dict(kept=cache.nbytes(), dense=(total * group + own) * per_key, dense_shared=(total + own) * per_key))
@@ -242,9 +242,10 @@ if __name__ == "__main__":  # python rollout.py --prompt "..." [--model folder o
     a.add_argument("--model", default=os.path.join(os.path.dirname(os.path.abspath(__file__)), "assets", "model"))
     a.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     for name, default in dict(group=1, max_new_tokens=64, temperature=0.0, evict="snapkv", budget=256, window=32, sinks=4, pool=7,
-                              seed=0).items():
+                              response_budget=0, period=128, seed=0).items():
         a.add_argument(f"--{name}", default=default, type=type(default))
     a = vars(a.parse_args())
+    a["response_budget"] = a["response_budget"] or None
     try:
         folder, prompt, device = find_checkpoint(a.pop("model")), a.pop("prompt"), a.pop("device")
         tok = Tokenizer(folder)

@@ -51,11 +51,13 @@ prompts = 16              # prompts per step; 4 .. 128
 group = 8                 # samples per prompt; 2 .. 64
 max_new_tokens = 5        # longest response in tokens
 temperature = 1.0         # of the sampler, and of every log-prob; above 0
-evict = "snapkv"          # none, snapkv, recent, random: the names in kvcache.EVICT
+evict = "snapkv"          # none, snapkv, rkv, h2o, recent, random: the names in kvcache.EVICT
 budget = 24               # prompt keys kept per layer and KV head, window (16) and sinks (2) included: votes choose only 6 here
 window = 16               # the last prompt rows, whose attention votes, in tokens; here the whole question; 8 .. 64
 sinks = 2                 # first prompt keys that are never dropped, in tokens; 0 .. 16
-pool = 7                  # width in keys over which SnapKV votes are max-pooled; odd, 1 .. 21
+pool = 7                  # width in keys over which SnapKV and R-KV votes are max-pooled; odd, 1 .. 21
+response_budget = 0       # response keys kept per layer and KV head, window included; 0: all of them
+period = 128              # steps between evictions of response keys; 8 .. 512
 # learner
 learner = "shadow"        # the policy that GRPO updates: shadow (replays the mask) or dense (ignores it)
 distill = 0.1             # weight of the KL between the two policies; 0 .. 1
@@ -90,9 +92,9 @@ MAY_CHANGE = {"resume", "overwrite", "out_dir", "device", "steps", "eval_every",
 def settings(argv):
     """-> namespace of all keys, checked for what can be known before a model is loaded. Raises ValueError."""
     c = SimpleNamespace(**configure(DEFAULTS, argv, CHOICES, REFUSED))
-    check_eviction(c.evict, c.budget, c.window, c.sinks, c.pool)
-    at_least = dict.fromkeys(("prompts", "prompt_tokens", "max_new_tokens", "updates", "micro_rows", "steps", "eval_every",
-                              "eval_problems", "eval_batch", "save_every"), 1) | dict(warmup=0)
+    check_eviction(c.evict, c.budget, c.window, c.sinks, c.pool, c.response_budget or None, c.period)
+    at_least = dict.fromkeys(("prompts", "prompt_tokens", "max_new_tokens", "period", "updates", "micro_rows", "steps", "eval_every",
+                              "eval_problems", "eval_batch", "save_every"), 1) | dict(warmup=0, response_budget=0)
     between = dict(format_bonus=(0, 0.1), temperature=(1e-2, 100), distill=(0, 100), clip=(0, 1), clip_high=(0, 100), lr=(1e-12, 1),
                    beta2=(0, 0.9999), weight_decay=(0, 1), grad_clip=(1e-6, 1e6), seed=(0, 2**40))
     for key, low in at_least.items():
@@ -189,8 +191,8 @@ def evaluate(net, tok, problems, c, evict):
     for start in range(0, problems.n_eval, c.eval_batch):
         say(f"eval ({'dense' if evict == 'none' else evict} cache) {start}/{problems.n_eval}")
         batch, ids = problems.get("eval", range(start, min(start + c.eval_batch, problems.n_eval)))
-        r = generate(net, ids, 1, c.max_new_tokens, temperature=0.0, evict=evict, budget=c.budget, window=c.window, sinks=c.sinks,
-                     stop_ids=tok.stop_ids, seed=c.seed, pool=c.pool)
+        own = None if evict == "none" else c.response_budget or None
+        r = generate(net, ids, 1, c.max_new_tokens, 0.0, evict, c.budget, c.window, c.sinks, own, c.period, tok.stop_ids, c.seed, c.pool)
         total += sum(reward(p, tok.decode(r.tokens[i, 0, :r.lengths[i, 0]].tolist())) for i, p in enumerate(batch))
     say("")
     return total / problems.n_eval
@@ -300,7 +302,8 @@ def introduce(c, folder, net):
     """Print the facts that decide speed and memory."""
     per_token, cuda = net.config.kv_bytes_per_token(net.dtype), c.device.startswith("cuda")
     keys = c.prompt_tokens if c.evict == "none" else min(c.budget, c.prompt_tokens)  # per prompt
-    kept = c.prompts * keys + c.prompts * c.group * (c.max_new_tokens - 1)
+    own = min(c.max_new_tokens - 1, c.response_budget + c.period if c.response_budget else c.max_new_tokens)  # per sample
+    kept = c.prompts * keys + c.prompts * c.group * own
     dense = c.prompts * c.group * (c.prompt_tokens + c.max_new_tokens - 1)
     print(f"torch {torch.__version__}, {torch.cuda.get_device_name() if cuda else f'{torch.get_num_threads()} CPU threads'}, {c.dtype} "
           f"weights, fp32 masters, attention by the {'Triton kernel' if cuda else 'PyTorch reference'}")
@@ -371,7 +374,7 @@ def loop(c, tok, net, problems, opt, step0, evals, kv, interrupted):
         # 2. roll out under the compressed cache
         say(f"step {step}: rollout")
         rollout = generate(net, ids, c.group, c.max_new_tokens, c.temperature, c.evict, c.budget, c.window, c.sinks,
-                           stop_ids=tok.stop_ids, seed=c.seed * 1_000_003 + step, pool=c.pool)
+                           c.response_budget or None, c.period, tok.stop_ids, c.seed * 1_000_003 + step, c.pool)
         kv = rollout.kv
         # 3. reward the decoded text; what was sampled is never encoded again
         texts = [[tok.decode(t[:n]) for t, n in zip(*row)] for row in zip(rollout.tokens.tolist(), rollout.lengths.tolist())]

@@ -10,9 +10,9 @@ import torch.nn.functional as F
 import kvcache
 import rollout as rollout_file
 from grpo import replay
-from kvcache import EVICT, KVCache, keep, score_snapkv
+from kvcache import EVICT, KVCache, keep, score_h2o, score_rkv, score_snapkv
 from model import Config, Transformer
-from rollout import generate, pack, sample
+from rollout import Rollout, generate, pack, sample
 
 RAW = dict(model_type="qwen3", hidden_size=64, intermediate_size=96, num_hidden_layers=3, num_attention_heads=4, num_key_value_heads=2,
            head_dim=16, vocab_size=50, max_position_embeddings=512, rms_norm_eps=1e-6, rope_theta=1e4, tie_word_embeddings=True)
@@ -105,7 +105,128 @@ def test_pack_both_policies(model):
         pack(r)
 
 
-@pytest.mark.parametrize("evict", ["snapkv", "recent", "random"])
+OWN = dict(**SMALL, response_budget=10, period=5)
+METHODS = [e for e in EVICT if e != "none"]
+
+
+@pytest.mark.parametrize("evict", METHODS)
+def test_replay_identity_with_response_eviction(model, evict):
+    """Ragged prompts, early stops, response keys that die on the way: the learner still scores what the sampler sampled."""
+    r = generate(model, prompts(61, 40, 97, 20), 3, 33, evict=evict, stop_ids=STOP[:1], seed=2, temperature=0.8, **OWN)
+    assert r.lengths.min() < 33 == r.lengths.max() and (r.lengths > 16).sum() > 3  # some stopped early, some were cut
+    assert gap(model, r) <= 1e-4
+    wrong = lambda until: Rollout(**{**r.__dict__, "until": until})
+    dead = r.until < 33
+    assert gap(model, wrong(torch.full_like(r.until, 33))) > 1e-2  # the log of the response dropped
+    assert gap(model, wrong(torch.where(dead, r.until + 1, r.until))) > 1e-2  # each key dies one step late
+    assert gap(model, wrong(r.until.roll(1, -1))) > 1e-2  # shifted by one key
+    if evict != "recent":  # recent keeps the same keys everywhere
+        assert gap(model, wrong(r.until[:, :1].expand_as(r.until))) > 1e-2  # one KV head's log used for all
+        assert gap(model, wrong(r.until[:1].expand_as(r.until))) > 1e-2  # one layer's
+
+
+@pytest.mark.parametrize("evict", METHODS)
+def test_response_keys_that_live(model, evict):
+    """How many are alive at each step, and that the window is among them: counted from the log."""
+    r = generate(model, prompts(61, 40), 2, 33, evict=evict, seed=2, **OWN)
+    for step in range(32):  # the query of step `step` sees the keys born until then and not yet dead
+        alive = r.until[..., :step + 1] > step                                                        # (L, nkv, B, G, step + 1)
+        held = step if step < 15 else 10 + step % 5  # the first eviction is after step 14, when 15 are there
+        assert (alive.sum(-1) == held + 1).all()  # and the step's own key
+        assert alive[..., -min(8 + step % 5, step) - 1:].all()
+    assert r.until.max() == 33 and set(r.until.unique().tolist()) == {15, 20, 25, 30, 33}
+    if evict == "recent":
+        want = torch.tensor([next((t for t in range(15, 33, 5) if u < t - 10), 33) for u in range(33)])
+        assert (r.until == want).all()
+
+
+def test_response_storage(model):
+    """Room for response_budget + period keys however long the response, to the byte; a budget that is never reached changes nothing."""
+    per_key = 2 * 3 * 2 * 16 * 4
+    for R in (9, 16, 17, 60):
+        r = generate(model, prompts(100, 100), 3, R, **OWN)
+        assert r.kv["kept"] == per_key * (2 * 24 + 2 * 3 * min(R - 1, 15))
+    ask = dict(group=2, max_new_tokens=20, seed=2, period=4, **SMALL)
+    a, b, c = (generate(model, prompts(40, 33), **ask, response_budget=n) for n in (None, 19, 9))
+    assert torch.equal(a.tokens, b.tokens) and torch.equal(a.logp_roll, b.logp_roll) and (b.until == 20).all()
+    assert not torch.equal(a.logp_roll, c.logp_roll)
+
+
+def test_h2o_adds_up_attention(model):
+    """One layer, by hand: after two evictions the kept keys are those with the most attention from all queries that saw them."""
+    torch.manual_seed(0)
+    c, P, K, period = model.config, 12, 6, 4
+    cache = KVCache(c, [P, P], 2, 20, "h2o", budget=8, window=2, sinks=1, response_budget=K, period=period)
+    nh, nkv, hs = c.n_head, c.n_kv_head, c.head_size
+    draw = lambda n, heads: torch.randn(n, heads, hs) * 1.5
+    for layer in range(c.n_layer):
+        cache.write_prompts(slice(0, 2), layer, draw(2 * P, nh), draw(2 * P, nkv), draw(2 * P, nkv))
+    pk, keys = cache.prompt[0][0], torch.zeros(4, nkv, 0, hs)
+    alive, total = torch.ones(4, nkv, 0, dtype=torch.bool), torch.zeros(4, nkv, 0)
+    for t in range(1, 13):
+        q, k, v = draw(4, nh), draw(4, nkv), draw(4, nkv)
+        for layer in range(c.n_layer):
+            cache.attend(layer, q, k, v)
+        cache.advance()
+        keys = torch.cat((keys, k[:, :, None]), 2)
+        alive, total = F.pad(alive, (0, 1), value=True), F.pad(total, (0, 1))
+        for s in range(4):
+            for h in range(nh):
+                kv = h // (nh // nkv)
+                att = torch.cat((pk[s // 2, kv], keys[s, kv])) @ q[s, h] * hs ** -0.5
+                att[8:][~alive[s, kv]] = float("-inf")
+                total[s, kv] += att.softmax(0)[8:]
+        cache.evict_responses(t)
+        if t in (8, 12):  # 4 keys are fewer than the budget
+            for s in range(4):
+                for kv in range(nkv):
+                    rank = total[s, kv].masked_fill(~alive[s, kv], -1)
+                    rank[t - 2:] = 99
+                    alive[s, kv] = False
+                    alive[s, kv, rank.argsort(descending=True)[:K]] = True
+        assert torch.equal(cache.until[0, :, :, :t] > t - 1 if t % 4 else cache.until[0, :, :, :t] > t, alive)
+    assert int(cache.slot) == K and int(cache.t) == 12
+
+
+def test_rkv_by_hand():
+    """Two equal keys, one that is like nothing: of the equal ones the later stays, and attention breaks the rest."""
+    k = torch.tensor([[1.0, 0, 0, 0], [0, 1, 0, 0], [0, 1, 0, 0], [0, 0, 1, 0], [0, 0, 0, 1]])[:, None]  # (5, 1, 4)
+    q = torch.zeros(1, 1, 4)
+    # cosines beside the diagonal: keys 1 and 2 are alike; for key 1 the latest alike is 2, for key 2 it is 1: neither is counted
+    s = score_rkv(q, k, 1, None, weight=0.0)
+    assert torch.allclose(s, torch.full((1, 5), -0.2), atol=1e-6)
+    k[3] = k[2]  # three alike: rows 1 and 2 spare key 3, row 3 spares key 2; what is left: (1,2), (2,1), (3,1)
+    mean = torch.tensor([[0.0, 2, 1, 0, 0]]) / 5
+    s = score_rkv(q, k, 1, None, weight=0.0)
+    assert torch.allclose(s, -mean.softmax(-1), atol=1e-6)
+    q[0, 0, 0] = 2 * 4.0  # looks at key 0
+    att = torch.tensor([[4.0, 0, 0, 0, 0]]).softmax(-1)
+    assert torch.allclose(score_rkv(q, k, 1, None, weight=0.3), 0.3 * att - 0.7 * mean.softmax(-1), atol=1e-6)
+    elsewhere = torch.tensor([[3.0]])
+    att = torch.tensor([[4.0, 0, 0, 0, 0, 3]]).softmax(-1)[:, :5]
+    assert torch.allclose(score_rkv(q, k, 1, None, elsewhere, weight=1.0), att, atol=1e-6)
+
+
+def test_h2o_by_hand():
+    """Every query counts, each over the keys it saw; heads of a KV head add up."""
+    k = torch.eye(3)[:, None] * 20                               # (3, 1, 3)
+    q = torch.zeros(3, 2, 3)
+    q[2, 0, 0] = 20                                              # the last query of head 0 looks at key 0, all else is even
+    want = torch.tensor([[1 + 1 / 2 + 1 + 1 + 1 / 2 + 1 / 3, 1 / 2 + 1 / 2 + 1 / 3, 1 / 3]])
+    assert torch.allclose(score_h2o(q, k, 1, None), want, atol=1e-6)
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.parametrize("evict", METHODS)
+def test_response_eviction_on_a_gpu(evict):
+    """fp32, the kernels and the recorded step: between replays keys are evicted, and the learner follows."""
+    net = toy().to("cuda")
+    r = generate(net, prompts(61, 40, 97, 20), 3, 60, evict=evict, seed=2, **OWN)
+    assert gap(net, r) <= 1e-3 and r.until.min() == 15
+    assert gap(net, Rollout(**{**r.__dict__, "until": torch.full_like(r.until, 60)})) > 1e-2
+
+
+@pytest.mark.parametrize("evict", [e for e in EVICT if e != "none"])
 def test_budget_of_the_prompt_is_dense(model, evict):
     """budget >= P is the dense method, bit for bit; budget = P - 1 is not."""
     ask = dict(group=2, max_new_tokens=8, window=8, sinks=2, seed=2)
@@ -119,7 +240,7 @@ def test_budget_of_the_prompt_is_dense(model, evict):
 @pytest.mark.parametrize("P", [1, 2, 11, 23, 24, 25, 96])
 def test_kept_per_prompt(model, P):
     """min(P, budget) keys, ascending, sinks and window among them, for every length around the budget."""
-    for evict in ("snapkv", "recent", "random"):
+    for evict in EVICT.keys() - {"none"}:
         (kept,) = generate(model, prompts(P), 2, 3, evict=evict, **SMALL).kept
         assert kept.shape == (3, 2, min(P, 24)) and (kept[..., 1:] > kept[..., :-1]).all()
         if P > 24:
@@ -270,7 +391,9 @@ def test_weights_are_read_afresh(model):
     ("token id 50", dict(prompts=[[1, 50]])),
     ("temperature must be finite and not negative, got -1", dict(temperature=-1)),
     ("prefill_rows must be at least 1", dict(prefill_rows=0)),
-    ("response_budget", dict(response_budget=16)),
+    ("response_budget 8 must be above the window of 8", dict(response_budget=8)),
+    ("period 0 at least 1", dict(response_budget=16, period=0)),
+    ("evict a method, not 'none'", dict(response_budget=16, evict="none")),
 ])
 def test_bad_requests(model, say, change):
     with pytest.raises(ValueError, match=say):
@@ -296,8 +419,13 @@ def test_scoring_in_slices_is_the_same(monkeypatch):
     """SnapKV holds the attention of a few KV heads at a time; how many changes nothing but rounding."""
     q, k = torch.randn(8, 6, 16), torch.randn(40, 3, 16)
     whole = score_snapkv(q, k, 7, None)
+    z = torch.randn(6, 8)
+    others = [f(q, k, 7, None, z) for f in (score_snapkv, score_rkv, score_h2o)]
     monkeypatch.setattr(kvcache, "SCORE_BYTES", 1)
     torch.testing.assert_close(score_snapkv(q, k, 7, None), whole, atol=1e-6, rtol=1e-5)
+    for f, want in zip((score_snapkv, score_rkv, score_h2o), others):
+        torch.testing.assert_close(f(q, k, 7, None, z), want, atol=1e-6, rtol=1e-5)
+        assert (f(q, k.flip(1), 7, None, z) - want).abs().max() > 1e-3
     assert (score_snapkv(q, k.flip(1), 7, None) - whole).abs().max() > 1e-2
 
 
