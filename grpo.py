@@ -1,28 +1,33 @@
 """
-Group-relative policy optimisation as pure functions, and `replay`, which scores a rollout with the learner.
+Policy objectives (GRPO, PPO, online DPO) as pure functions, and `replay`, which scores a rollout with the learner.
 
-The idea. G responses to one prompt are each other's baseline:
+The idea of GRPO. G responses to one prompt are each other's baseline:
 
     A_g = (reward_g - mean) / (std + 1e-4)                                   advantages; "constant" leaves out the division
     r_t = exp(logp_t - logp_old_t)                                           per-token ratio to the policy before the update
     L   = sum_t scale_t w_t * -min(r_t A, clip(r_t, 1 - clip, 1 + clip_high) A)
 
 `scale` is the reduction by name, `w` corrects for a sampler that was not the learner: with a dense learner and an evicting
-sampler it is all there is (`correction`; train.py does not use it); with replay both are one policy. On the first update after a
-rollout r is exactly 1, so the loss is 0 by construction ("sequence"; the others leave the spread of lengths), its gradient not.
+sampler it is all there is (`correction`); with replay both are one policy. On the first update after a rollout r is exactly 1,
+so the loss is 0 by construction ("sequence"; the others leave the spread of lengths), its gradient not.
+
+PPO has the same L with an advantage per token, from a learned value of every prefix (`gae`, `value_loss`). Online DPO keeps the
+best and the worst response of each group and raises the odds of the one over the other (`best_and_worst`, `dpo_loss`). Both
+read the learner's policy from `replay`, so under the Shadow Mask they too update the policy that sampled.
 
 `replay` packs each group once, runs one forward under the key lifetimes that the rollout logged, and returns the log-probs
 of the dense and of the shadow policy. Head, log-softmax and the KL between the two (over the whole vocabulary, so no
 estimator is needed) are computed in chunks of rows, again in the backward pass: rows x vocabulary never exists.
 
 Left out on purpose: reward models, entropy bonus, a dual clip, sequence-level ratios (GSPO), top-p and top-k.
-Departures: tokens that a correction rejects weigh 0 but stay in the loss's denominator (verl takes them out of the mask), so
+Departures: a response cut at its longest length counts as ended (its value is not bootstrapped: the reward is final). Tokens that a correction rejects weigh 0 but stay in the loss's denominator (verl takes them out of the mask), so
 that a reduction means one thing for all methods.
 
 References: GRPO 2402.03300, PPO's clip 1707.06347, DAPO (token mean, clip-higher) 2503.14476, Dr. GRPO ("constant")
-2503.20783, Shadow Mask Distillation 2605.06850, Sparse-RL 2601.10079, acceptance 2606.08446, reference KL with the ratio
+2503.20783, GAE 1506.02438, value clip: baselines' PPO2 (2005.12729 discusses it), DPO 2305.18290, online 2402.04792, Shadow Mask Distillation 2605.06850, Sparse-RL 2601.10079, acceptance 2606.08446, reference KL with the ratio
 factor 2512.02556, estimator k3: joschu.net/blog/kl-approx.html. All numbers but the last are arXiv's.
 """
+from dataclasses import replace
 from functools import partial
 
 import torch
@@ -73,13 +78,72 @@ def token_scale(mask, norm="sequence"):
     return weight / (weight.sum().clamp(min=1) if norm == "token" else mask.numel())
 
 
+def gae(rewards, values, mask, gamma=1.0, lam=0.95):
+    """Generalized advantage estimation. rewards, values (B, G, R) per token, mask bool -> advantages, returns (B, G, R).
+
+        delta_t = reward_t + gamma V_{t+1} - V_t,   A_t = delta_t + gamma lam A_{t+1},   return_t = A_t + V_t
+
+    V_t is the value of the prefix that predicts token t; past the last token of a response V and A are 0, whatever stands
+    there, and so is what is returned. Detached (1506.02438, eq. 16)."""
+    rewards, values = (torch.where(mask, x.detach(), 0.0) for x in (rewards, values))
+    adv, last = torch.zeros_like(values), torch.zeros_like(values[..., 0])
+    for t in reversed(range(values.shape[-1])):
+        after = values[..., t + 1] if t + 1 < values.shape[-1] else 0.0
+        last = (rewards[..., t] + gamma * after - values[..., t] + gamma * lam * last) * mask[..., t]  # (B, G)
+        adv[..., t] = last
+    return adv, adv + values
+
+
+def whiten(x, mask):
+    """x (B, G, R) minus the mean over the mask's tokens, over (std + 1e-4); 0 past the mask. Computed in fp64, as advantages."""
+    some = x[mask].double()  # (n,)
+    some = (some - some.mean()) / (some.std(correction=min(1, len(some) - 1)) + 1e-4)
+    return torch.zeros_like(x).masked_scatter(mask, some.to(x.dtype))
+
+
+def value_loss(values, values_old, returns, mask, clip=0.2, scale=None):
+    """Clipped value loss of PPO2, all (B, G, R), mask bool -> scalar: sum of scale (None: mean over all tokens) times
+
+        0.5 max((V - return)^2, (V_old + clamp(V - V_old, -clip, clip) - return)^2)
+
+    values_old: before the first update on the rollout. A value that moved by more than clip towards its return has no
+    gradient. What stands past the mask has no influence, NaN included."""
+    scale = token_scale(mask, "token") if scale is None else scale
+    values, old, returns = (torch.where(mask, x, 0.0) for x in (values, values_old.detach(), returns.detach()))
+    near = old + (values - old).clamp(-clip, clip)
+    return (scale * 0.5 * torch.maximum((values - returns) ** 2, (near - returns) ** 2)).sum()
+
+
+def best_and_worst(rollout, rewards):
+    """The rollout of a pair per prompt, best response first, by rewards (B, G); of equals the first. -> Rollout, G = 2
+
+    Prompts whose responses all earned the same have no pair and are left out, so the rollout may hold no prompt at all."""
+    b = (rewards.max(1).values > rewards.min(1).values).nonzero()  # (pairs, 1) prompts
+    g = torch.stack([rewards.argmax(1), rewards.argmin(1)], 1)[b[:, 0]]  # (pairs, 2) samples
+    r, of_prompts = rollout, lambda x: [x[i] for i in b[:, 0].tolist()]
+    return replace(r, prompts=of_prompts(r.prompts), kept=of_prompts(r.kept), tokens=r.tokens[b, g], lengths=r.lengths[b, g],
+                   logp_roll=r.logp_roll[b, g], until=r.until[:, :, b, g], stopped=r.stopped[b, g], kv={})
+
+
+def dpo_loss(logp, logp_ref, mask, beta=0.1):
+    """-log sigmoid(beta ((logp_w - ref_w) - (logp_l - ref_l))), summed log-probs of whole responses (2305.18290, eq. 7).
+
+    logp, logp_ref, mask (B, 2, R), the better response (w) first, the reference without gradient -> losses (B,), margins
+    (B,) detached: what stands in the brackets behind beta. What stands past the mask has no influence, NaN included."""
+    if logp.shape[1] != 2:
+        raise ValueError(f"a pair has 2 responses, got {logp.shape[1]}")
+    gain = (torch.where(mask, logp, 0.0) - torch.where(mask, logp_ref.detach(), 0.0)).sum(-1)  # (B, 2)
+    margin = gain[:, 0] - gain[:, 1]
+    return -torch.nn.functional.logsigmoid(beta * margin), margin.detach()
+
+
 def log_ratio(mask, logp, logp_old):
     """logp - logp_old, 0 where mask is False whatever stands there (NaN too), within +-20 so that exp stays finite."""
     return (torch.where(mask, logp, 0.0) - torch.where(mask, logp_old, 0.0)).clamp(-20, 20)
 
 
 def policy_loss(logp, logp_old, adv, mask, clip=0.2, clip_high=None, norm="sequence", weight=None, scale=None):
-    """Clipped surrogate. logp, logp_old, weight (B, G, R), adv (B, G), mask (B, G, R) bool -> loss (), stats.
+    """Clipped surrogate. logp, logp_old, weight (B, G, R), adv (B, G) or (B, G, R), mask (B, G, R) bool -> loss (), stats.
 
     logp_old None: first update after a rollout, the ratio is exp(logp - logp.detach()), exactly 1. Later updates pass the
     learner's own log-probs recorded before the first one. clip, clip_high (None: as clip): the ratio earns nothing beyond
@@ -89,14 +153,15 @@ def policy_loss(logp, logp_old, adv, mask, clip=0.2, clip_high=None, norm="seque
     KL(old || new)). Raises ValueError for shapes that would broadcast and an unknown norm."""
     check_norm(norm)
     for name, x, shape in (("mask", mask, logp.shape), ("logp_old", logp_old, logp.shape), ("weight", weight, logp.shape),
-                           ("scale", scale, logp.shape), ("adv", adv, logp.shape[:-1])):
+                           ("scale", scale, logp.shape), ("adv", adv, logp.shape if adv.dim() == logp.dim() else logp.shape[:-1])):
         if x is not None and x.shape != shape:  # most would broadcast
             raise ValueError(f"{name} has shape {tuple(x.shape)}, log-probs of {tuple(logp.shape)} need {tuple(shape)}")
     if mask.dtype != torch.bool:
         raise ValueError(f"mask must be bool, got {mask.dtype}")
     scale = token_scale(mask, norm) if scale is None else scale
     d = log_ratio(mask, logp, (logp if logp_old is None else logp_old).detach())  # (B, G, R)
-    ratio, adv, high = d.exp(), adv.detach()[..., None], clip if clip_high is None else clip_high
+    adv = adv.detach()[..., None] if adv.dim() < logp.dim() else torch.where(mask, adv.detach(), 0.0)  # of responses or tokens
+    ratio, high = d.exp(), clip if clip_high is None else clip_high
     loss = -torch.minimum(ratio * adv, ratio.clamp(1 - clip, 1 + high) * adv)  # (B, G, R)
     if weight is not None:
         loss = loss * torch.where(mask, weight, 0.0).detach()
@@ -208,14 +273,14 @@ def score(logits, targets, temperature, student, stats):
     return torch.stack(out)
 
 
-def replay(model, rollout, policies=("dense", "shadow"), distill_to=None, stats=False, checkpointing=False):
+def replay(model, rollout, policies=("dense", "shadow"), distill_to=None, stats=False, checkpointing=False, value=None):
     """Score the rollout's tokens with the learner, under every policy asked for, in one packed forward pass.
 
     -> dict of (B, G, R), fp32, at the rollout's temperature (0, greedy, scores at 1, as the sampler does), 0 past each length:
     the log-probs of each policy by its name, with gradients; "kl" = KL(student || teacher) per token over the vocabulary,
     teacher detached, where distill_to names the student and the other policy teaches; with stats, and without gradients,
     "entropy" of the last policy and, of two, "accept" = sum over the vocabulary of min(p_dense, p_shadow). checkpointing: see
-    Transformer.forward.
+    Transformer.forward. value: hidden (n, C) fp32 -> (n, 1), given the rows that predict the tokens under the last policy: "value".
     Raises ValueError for unknown policies, a student without a teacher, and a log that does not fit the model."""
     policies = tuple(policies)
     if not policies or len(set(policies)) < len(policies) or not set(policies) <= {"dense", "shadow"}:
@@ -234,10 +299,14 @@ def replay(model, rollout, policies=("dense", "shadow"), distill_to=None, stats=
     plans = prepare_layers(packed.until, torch.is_grad_enabled()) if together else [None] * c.n_layer
     attend = lambda layer, q, k, v: shadow_attention(q, k, v, packed.until[layer], plan=plans[layer])
     hidden = model(packed.ids, packed.pos, attend, checkpointing)  # (N, C)
+    # indexing, not index_select: the prompt's last row is gathered once per response; this sums its gradients in a fixed order
+    hidden = [hidden[r] for r in rows]  # (n, C) each
     student = policies.index(distill_to) if distill_to else None
     fn = partial(score, temperature=rollout.temperature or 1.0, student=student, stats=stats)
-    # indexing, not index_select: the prompt's last row is gathered once per response; this sums its gradients in a fixed order
-    out = HeadRows.apply(fn, rollout.tokens[mask], model.head, *(hidden[r] for r in rows))  # (k, n)
+    out = HeadRows.apply(fn, rollout.tokens[mask], model.head, *hidden)  # (k, n)
     names = [*policies, *(["kl"] if distill_to else []), *(["entropy", "accept"][:len(policies)] if stats else [])]
     grid = lambda name, x: x.new_zeros(mask.shape).masked_scatter(mask, x.detach() if name in ("entropy", "accept") else x)
-    return {name: grid(name, x) for name, x in zip(names, out)}
+    result = {name: grid(name, x) for name, x in zip(names, out)}
+    if value is not None:
+        result["value"] = grid("value", value(widen(hidden[-1]))[:, 0])
+    return result

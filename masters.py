@@ -12,10 +12,10 @@ import torch
 class Masters:
     """fp32 weights that the optimizer (AdamW) owns. c: settings with lr, beta2 and weight_decay. The model may hold bf16
     copies: an update of 1e-6 is below bf16's spacing, so it must be summed up here. For an fp32 model the masters are its
-    own parameters."""
+    own parameters. value: PPO's value head, an fp32 module trained and saved with the model's weights."""
 
-    def __init__(self, model, c):
-        self.params = [p for p in model.parameters()]
+    def __init__(self, model, c, value=None):
+        self.params = [*model.parameters(), *(value.parameters() if value is not None else [])]
         self.masters = [p if p.dtype == torch.float32 else p.detach().float().requires_grad_() for p in self.params]
         self.optimizer = torch.optim.AdamW(self.masters, lr=c.lr, betas=(0.9, c.beta2), weight_decay=c.weight_decay, fused=True)
         for p, m in zip(self.params, self.masters):

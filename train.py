@@ -1,5 +1,5 @@
 """
-Reinforcement learning with a compressed KV cache: rollout, GRPO under the Shadow Mask, distillation, in one loop.
+Reinforcement learning with a compressed KV cache: rollout, GRPO, PPO or DPO under the Shadow Mask, distillation, in one loop.
 
     python train.py                                        # the embedded checkpoint on whatever is there, CPU or GPU
     python train.py config/smollm2.py --out_dir=out/mine   # a config file, then --key=value, each overriding what came before
@@ -8,9 +8,11 @@ The idea. The sampler decodes from an evicted cache, so it is a sparse policy. W
 the learner's attention, so the policy that is updated is the policy that sampled (learner = "shadow"), and a KL term
 lets the dense policy learn from it (distill_to = "dense") or the other way round:
 
-    loss = GRPO(shadow) + distill * KL(dense || stop-gradient(shadow))
+    loss = objective(shadow) + distill * KL(dense || stop-gradient(shadow))
 
-Left out on purpose: several GPUs, a reference model, importance corrections (`policy_loss` takes their weights).
+The usual repair, weights for a sampler that was not the learner (correction), is here too, to be compared with.
+
+Left out on purpose: several GPUs, a KL to a reference model (grpo.reference_kl has the formula).
 All randomness of a step is a function of (seed, step), so a checkpoint needs no RNG state beyond those two numbers.
 """
 import json
@@ -24,7 +26,8 @@ from types import SimpleNamespace
 import torch
 
 from configurator import configure
-from grpo import advantages, policy_loss, replay, token_scale
+from grpo import (advantages, best_and_worst, correction as correction_weights, dpo_loss, gae, policy_loss, replay, token_scale,
+                  value_loss, whiten)
 from kvcache import EVICT, check_eviction
 from masters import Masters
 from model import Transformer, find_checkpoint
@@ -48,7 +51,7 @@ prompt_tokens = 192       # longest prompt in tokens; 64 .. the model's context
 format_bonus = 0.0        # reward for answering with a bare number, right or wrong; 0 .. 0.1
 # rollout
 prompts = 16              # prompts per step; 4 .. 128
-group = 8                 # samples per prompt; 2 .. 64
+group = 8                 # samples per prompt; 2 .. 64, and 1 will do for ppo
 max_new_tokens = 5        # longest response in tokens
 temperature = 1.0         # of the sampler, and of every log-prob; above 0
 evict = "snapkv"          # none, snapkv, rkv, h2o, recent, random: the names in kvcache.EVICT
@@ -59,13 +62,19 @@ pool = 7                  # width in keys over which SnapKV and R-KV votes are m
 response_budget = 0       # response keys kept per layer and KV head, window included; 0: all of them
 period = 128              # steps between evictions of response keys; 8 .. 512
 # learner
-learner = "shadow"        # the policy that GRPO updates: shadow (replays the mask) or dense (ignores it)
+objective = "grpo"        # grpo, ppo (a learned value in place of the group's mean) or dpo (best against worst of each group)
+learner = "shadow"        # the policy that it updates: shadow (replays the mask) or dense (ignores it)
+correction = "none"       # weights for a sampler that was not the learner: none, tis, mis, sparse_rl; for learner = "dense"
 distill = 0.1             # weight of the KL between the two policies; 0 .. 1
 distill_to = "dense"      # which policy learns from the other: dense or shadow
 norm = "sequence"         # loss reduction: sequence (GRPO), token (DAPO), constant (Dr. GRPO)
-clip = 0.2                # lower clip of the ratio
+clip = 0.2                # lower clip of the ratio; in ppo also the clip of the values
 clip_high = 0.2           # upper clip of the ratio; 0.28 in DAPO
 updates = 1               # optimizer steps per rollout; 1 .. 4, and a lower lr with more
+gamma = 1.0               # ppo: discount per token; 0.9 .. 1
+lam = 1.0                 # ppo: 1 trusts the reward alone, 0 the next value alone; 0.9 .. 1
+value_coef = 0.1          # ppo: weight of the value loss; 0.05 .. 1
+beta = 0.1                # dpo: strength of the pull to the initial weights; 0.01 .. 1
 micro_rows = 16384        # packed rows per forward pass of the learner; lower it if memory runs out
 checkpointing = False     # keep one hidden state per row and layer, compute the rest again: a fifth more time or so; for long prompts
 # optimizer: AdamW on fp32 masters
@@ -82,7 +91,7 @@ eval_batch = 128          # problems decoded at once
 save_every = 40           # steps between checkpoints and between samples
 # ---------------------------------------------------------------------------------------------------------------------
 DEFAULTS = {k: v for k, v in globals().items() if isinstance(v, (bool, int, float, str)) and not k.startswith("_")}
-CHOICES = dict(evict=list(EVICT), learner=["shadow", "dense"], distill_to=["dense", "shadow"],
+CHOICES = dict(evict=list(EVICT), objective=["grpo", "ppo", "dpo"], correction=["none", "tis", "mis", "sparse_rl"], learner=["shadow", "dense"], distill_to=["dense", "shadow"],
                norm=["sequence", "token", "constant"], dtype=["auto", "float32", "bfloat16"])
 REFUSED = dict.fromkeys(("top_p", "top_k", "min_p"), "it cuts the support the learner scores, so every ratio would be biased")
 MAY_CHANGE = {"resume", "overwrite", "out_dir", "device", "steps", "eval_every", "eval_problems", "eval_batch", "save_every",
@@ -96,6 +105,7 @@ def settings(argv):
     at_least = dict.fromkeys(("prompts", "prompt_tokens", "max_new_tokens", "period", "updates", "micro_rows", "steps", "eval_every",
                               "eval_problems", "eval_batch", "save_every"), 1) | dict(warmup=0, response_budget=0)
     between = dict(format_bonus=(0, 0.1), temperature=(1e-2, 100), distill=(0, 100), clip=(0, 1), clip_high=(0, 100), lr=(1e-12, 1),
+                   gamma=(0, 1), lam=(0, 1), value_coef=(0, 100), beta=(1e-6, 100),
                    beta2=(0, 0.9999), weight_decay=(0, 1), grad_clip=(1e-6, 1e6), seed=(0, 2**40))
     for key, low in at_least.items():
         if getattr(c, key) < low:
@@ -104,8 +114,14 @@ def settings(argv):
         if not low <= getattr(c, key) <= high:
             why = ": a greedy group holds one answer G times" if key == "temperature" else ""
             raise ValueError(f"{key} must be between {low} and {high}, got {getattr(c, key)}{why}")
-    if c.group < 2:
-        raise ValueError(f"group must be at least 2, got {c.group}: an advantage compares samples of one prompt")
+    least = 1 if c.objective == "ppo" else 2
+    if c.group < least:
+        raise ValueError(f"group must be at least {least}, got {c.group}" + ": samples of one prompt are compared" * (least - 1))
+    if c.correction != "none" and c.learner == "shadow":
+        raise ValueError(f"correction={c.correction} weighs a sampler that was not the learner, learner=shadow replays the sampler and all "
+                         "weights would be 1: say --learner=dense")
+    if c.correction != "none" and c.objective == "dpo":
+        raise ValueError(f"correction={c.correction} weighs tokens of the clipped surrogate, which objective=dpo does not have")
     if c.task not in TASKS and not c.task.endswith(".jsonl"):
         raise ValueError(f"unknown task {c.task!r}: one of {', '.join(TASKS)}, or a .jsonl file")
     if not c.out_dir:
@@ -210,28 +226,70 @@ def split_rows(rollout, copies, limit):
     return parts
 
 
-def learn(net, opt, rollout, adv, c, lr):
-    """`updates` optimizer steps on one rollout. -> numbers for the log"""
+@torch.no_grad()
+def score_parts(model, rollout, parts, policy, value=None):
+    """What is needed of all micro-batches before the first backward pass. -> log-probs (B, G, R) of the policy; of a value head: values"""
+    outs = [replay(model, rollout.select(part), (policy,), value=value) for part in parts]
+    whole = lambda k: torch.cat([out[k] for out in outs]) if k in outs[0] else None
+    return whole(policy), whole("value")
+
+
+def learn(net, opt, rollout, signal, c, lr, aux=None):
+    """`updates` optimizer steps on one rollout. -> numbers for the log
+
+    signal (B, G): advantages for grpo, rewards for the others. aux: the value head for ppo, the frozen initial model for dpo."""
+    if c.objective == "dpo":
+        rollout = best_and_worst(rollout, signal)
+        if not rollout.prompts:  # nothing to learn from: the weights stay as they are
+            return dict.fromkeys(("loss", "kl", "clip_frac", "grad_norm", "gap", "gap_max", "entropy", "pairs", "margin"), 0.0)
     both = c.distill > 0
-    policies = ("dense", "shadow") if both else (c.learner,)
-    scale = token_scale(rollout.mask, c.norm)  # of the whole batch, so that micro-batches of any size give the same gradient
+    policies = ({"dense": "shadow", "shadow": "dense"}[c.learner],) * both + (c.learner,)  # replay takes entropy and value of the last
+    value = aux if c.objective == "ppo" else None
+    mask, tokens = rollout.mask, rollout.mask.sum().item()
+    scale = token_scale(mask, c.norm)  # of the whole batch, so that micro-batches of any size give the same gradient
     parts, old, log, first = split_rows(rollout, len(policies), c.micro_rows), {}, {}, {}
+
+    # what micro-batches take slices of, from the weights before the first update (dpo: the initial ones)
+    adv, weight, extra = signal, None, {}
+    if c.objective != "grpo" or c.correction != "none":
+        logp0, values0 = score_parts(aux if c.objective == "dpo" else net, rollout, parts, c.learner, value)
+    if c.correction != "none":
+        weight = correction_weights(c.correction, logp0, rollout.logp_roll, mask)
+        extra.update(weight=weight.sum().item() / tokens, rejected=((weight == 0) & mask).sum().item() / tokens)
+    if c.objective == "ppo":
+        at_end = torch.zeros_like(values0).scatter(2, rollout.lengths[..., None] - 1, signal[..., None])  # (B, G, R)
+        adv, returns = gae(at_end, values0, mask, c.gamma, c.lam)
+        adv = whiten(adv, mask)
+        extra.update(value=values0.sum().item() / tokens)
+    if c.objective == "dpo":
+        extra.update(pairs=len(rollout.prompts))
+
     for update in range(c.updates):
         sums = dict(loss=0.0, kl=0.0, clip_frac=0.0)
         for i, part in enumerate(parts):
             say(f"update {update + 1}/{c.updates}, micro-batch {i + 1}/{len(parts)}")
             r = rollout.select(part)
             out = replay(net, r, policies, distill_to=c.distill_to if both else None, stats=update == 0,
-                         checkpointing=c.checkpointing)
+                         checkpointing=c.checkpointing, value=value)
             logp = out[c.learner]
-            # first update after a rollout: the ratio is exactly 1, and with norm "sequence" the loss 0; the gradient is not
-            loss, stats = policy_loss(logp, old.get(i), adv[part], r.mask, c.clip, c.clip_high, c.norm, scale=scale[part])
-            sums["clip_frac"] += stats["clipped"].item() * r.mask.sum().item() / rollout.mask.sum().item()
+            if c.objective == "dpo":
+                losses, margin = dpo_loss(logp, logp0[part], r.mask, c.beta)
+                loss = losses.sum() / len(rollout.prompts)
+                add(sums, margin=margin.sum().item() / len(rollout.prompts))
+            else:
+                # first update after a rollout: the ratio is exactly 1, and with norm "sequence" the loss 0; the gradient is not
+                loss, stats = policy_loss(logp, old.get(i), adv[part], r.mask, c.clip, c.clip_high, c.norm,
+                                          None if weight is None else weight[part], scale[part])
+                add(sums, clip_frac=stats["clipped"].item() * r.mask.sum().item() / tokens)
+            if c.objective == "ppo":
+                error = value_loss(out["value"], values0[part], returns[part], r.mask, c.clip, scale[part])
+                add(sums, value_loss=error.item())
+                loss = loss + c.value_coef * error
             if both:
                 kl = (scale[part] * out["kl"]).sum()
-                sums["kl"] += kl.item()
+                add(sums, kl=kl.item())
                 loss = loss + c.distill * kl
-            sums["loss"] += loss.item()
+            add(sums, loss=loss.item())
             loss.backward()
             old.setdefault(i, logp.detach())
             if update == 0:
@@ -246,7 +304,12 @@ def learn(net, opt, rollout, adv, c, lr):
     log.update(gap=first["gap"].mean().item(), gap_max=first["gap"].max().item(), entropy=first["entropy"].mean().item())
     if "accept" in first:
         log.update(accept=first["accept"].mean().item(), accept_p05=first["accept"].quantile(0.05).item())
-    return log
+    return log | extra
+
+
+def add(sums, **numbers):
+    for k, x in numbers.items():
+        sums[k] = sums.get(k, 0.0) + x
 
 
 def say(text, width=70):
@@ -291,11 +354,19 @@ def setup(argv):
     if c.prompt_tokens + c.max_new_tokens > net.config.max_pos:
         raise ValueError(f"prompt_tokens {c.prompt_tokens} + max_new_tokens {c.max_new_tokens} exceed the model's context of "
                          f"{net.config.max_pos}")
-    problems, opt = Problems(c, tok), Masters(net, c)
+    problems, aux = Problems(c, tok), None
+    if c.objective == "ppo":  # starts at 0; its weights are in the checkpoint, not in the saved model
+        aux = torch.nn.Linear(net.config.width, 1, device=c.device)
+        for p in aux.parameters():
+            torch.nn.init.zeros_(p)
+    opt = Masters(net, c, aux)
+    if c.objective == "dpo":  # the initial weights, also where a run goes on
+        aux = Transformer.from_pretrained(folder, device=c.device, dtype=net.dtype).requires_grad_(False)
+        aux.vocab_used = net.vocab_used
     if state:
         opt.load(state)
     prepare_out(c, state)
-    return c, folder, tok, net, problems, opt, state
+    return c, folder, tok, net, problems, opt, state, aux
 
 
 def introduce(c, folder, net):
@@ -311,7 +382,9 @@ def introduce(c, folder, net):
     print(f"{folder}: {net.config.arch}, {size:.2f}M parameters, {per_token:,} KV bytes per token")
     print(f"{c.task}: prompts of up to {c.prompt_tokens} tokens, {keys} keys kept per layer and KV head ({c.evict}); a rollout of "
           f"{c.prompts} x {c.group} samples holds up to {kept * per_token:,} KV bytes, {dense * per_token:,} if each kept all keys")
-    if c.norm == "sequence":  # the other norms weigh long responses more, so advantages that sum to 0 do not make the loss 0
+    if c.objective == "dpo":
+        print("a frozen copy of the initial model, the reference, is held beside it")
+    if c.objective == "grpo" and c.correction == "none" and c.norm == "sequence":  # the other norms weigh long responses more, so advantages that sum to 0 do not make the loss 0
         print("the policy term of the loss is 0 in value, not in gradient: the ratio is 1 on a rollout's first update")
 
 
@@ -325,7 +398,7 @@ def main(argv):
         print("\ninterrupt: finishing this step, then saving; once more quits at once", file=sys.stderr)
 
     try:
-        c, folder, tok, net, problems, opt, state = setup(argv)
+        c, folder, tok, net, problems, opt, state, aux = setup(argv)
     except (ValueError, OSError) as e:
         sys.exit(f"error: {e}")
     except KeyboardInterrupt:
@@ -334,7 +407,7 @@ def main(argv):
     signal.signal(signal.SIGINT, on_interrupt)
     step0, evals, kv = (state["step"], state["evals"], state["kv"]) if state else (0, [], None)
     try:
-        step, kv = loop(c, tok, net, problems, opt, step0, evals, kv, interrupted)
+        step, kv = loop(c, tok, net, problems, opt, aux, step0, evals, kv, interrupted)
         if step == c.steps:
             finish(c, folder, net, evals, kv)
     except (OSError, FloatingPointError) as e:  # a disk that is full, an update that is not finite: what was saved stays
@@ -346,15 +419,17 @@ def main(argv):
 
 def show(log):
     """One line per step, fixed width. gap: learner against sampler; accept: overlap of the two policies, mean and 5th percentile;
-    ent: entropy of the replayed sampling policy (of the dense one if only that is replayed); clip: clipped tokens (of the last update; the rest is of the first); trunc: responses
-    cut short; equal: groups whose samples all earned the same; grad: gradient norm; seconds of rollout + update."""
+    ent: entropy of the learner's policy; clip: clipped tokens (of the last update; the rest is of the first); trunc: responses
+    cut short; equal: groups whose samples all earned the same; grad: gradient norm; seconds of rollout + update.
+    weight, rejected: mean weight of a correction, tokens that it drops; value, value_loss: of ppo; pairs, margin: of dpo."""
     accept = f"accept {log['accept']:.3f} p05 {log['accept_p05']:.3f} | " if "accept" in log else ""
+    more = "".join(f"{k} {log[k]:.3f} | " for k in ("weight", "rejected", "value", "value_loss", "pairs", "margin") if k in log)
     return (f"step {log['step']:4d} | reward {log['reward']:.3f} | loss {log['loss']:+.4f} kl {log['kl']:.4f} | gap {log['gap']:.1e} "
             f"max {log['gap_max']:.1e} | {accept}ent {log['entropy']:.2f} | clip {log['clip_frac']:.2f} trunc {log['truncated']:.2f} "
-            f"equal {log['equal']:.2f} | grad {log['grad_norm']:.2f} | {log['rollout_s']:.1f}+{log['learn_s']:.1f} s")
+            f"equal {log['equal']:.2f} | {more}grad {log['grad_norm']:.2f} | {log['rollout_s']:.1f}+{log['learn_s']:.1f} s")
 
 
-def loop(c, tok, net, problems, opt, step0, evals, kv, interrupted):
+def loop(c, tok, net, problems, opt, aux, step0, evals, kv, interrupted):
     """The algorithm, from step0 to c.steps or to the step during which `interrupted` fills. kv: bytes of the last rollout's cache.
     -> steps done, kv"""
     step, start = step0, time.time()
@@ -380,10 +455,10 @@ def loop(c, tok, net, problems, opt, step0, evals, kv, interrupted):
         texts = [[tok.decode(t[:n]) for t, n in zip(*row)] for row in zip(rollout.tokens.tolist(), rollout.lengths.tolist())]
         rewards = torch.tensor([[reward(p, t, c.format_bonus) for t in row] for p, row in zip(batch, texts)], device=net.device)
         t1 = time.time()
-        # 4. advantages within each group
-        adv = advantages(rewards, c.norm)  # (B, G)
+        # 4. advantages within each group; ppo and dpo learn from the rewards themselves
+        signal = advantages(rewards, c.norm) if c.objective == "grpo" else rewards  # (B, G)
         # 5. replay under the logged mask and update
-        log = learn(net, opt, rollout, adv, c, c.lr * min(1.0, (step + 1) / (c.warmup + 1)))
+        log = learn(net, opt, rollout, signal, c, c.lr * min(1.0, (step + 1) / (c.warmup + 1)), aux)
         t2 = time.time()
         # 6. log and save
         log = dict(step=step, reward=rewards.mean().item(), **log, equal=(rewards == rewards[:, :1]).all(1).float().mean().item(),

@@ -7,7 +7,8 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import grpo
-from grpo import HeadRows, advantages, correction, distill_kl, kl_rows, policy_loss, reference_kl, replay, token_scale
+from grpo import (HeadRows, advantages, best_and_worst, correction, distill_kl, dpo_loss, gae, kl_rows, policy_loss, reference_kl, replay,
+                  token_scale, value_loss, whiten)
 from model import Config, Transformer
 from rollout import Rollout, generate, pack
 
@@ -152,6 +153,115 @@ def test_shapes_that_would_broadcast_are_refused():
         policy_loss(logp, logp, adv, mask, scale=torch.ones(1, 3, 4))
     with pytest.raises(ValueError, match="unknown norm"):
         policy_loss(logp, logp, adv, mask, norm="mean")
+
+
+def test_advantages_per_token():
+    """(B, G, R) beside (B, G): the same where every token has its response's, and each token's own otherwise"""
+    torch.manual_seed(0)
+    mask, adv, old = ragged(4, 2, R=4), torch.tensor([[1.0, -0.5]]), torch.randn(1, 2, 4)
+
+    def run(adv):
+        logp = (old + 0.3 * torch.tensor([1.0, -1, 0.1, 2])).requires_grad_()
+        loss, stats = policy_loss(logp, old, adv, mask)
+        loss.backward()
+        return loss, logp.grad, *stats.values()
+
+    wide = adv[..., None].repeat(1, 1, 4)
+    want = run(adv)
+    assert all(torch.equal(a, b) for a, b in zip(run(wide), want)) and want[2] > 0  # something is clipped
+    assert all(torch.equal(a, b) for a, b in zip(run(wide.masked_fill(~mask, NAN)), want))
+    wide[0, 1, 1] = 2.0  # control: one token's
+    got = run(wide)
+    assert (got[1] != want[1]).nonzero().tolist() == [[0, 1, 1]] and got[0] != want[0]
+
+
+# PPO
+
+def test_gae_by_hand():
+    """three tokens, and a response that stops after two; gamma 0.9, lam 0.5"""
+    mask = ragged(3, 2, R=3)
+    values, rewards = torch.tensor([[[0.2, 0.4, 0.6], [0.2, 0.4, NAN]]]), torch.tensor([[[0, 0, 1.0], [0, 1.0, NAN]]])
+    adv, returns = gae(rewards, values, mask, 0.9, 0.5)
+    # delta: 0.9 * 0.4 - 0.2, 0.9 * 0.6 - 0.4, 1 - 0.6 = 0.16, 0.14, 0.4;   and 0.16, 1 - 0.4 = 0.6 where it stops
+    torch.testing.assert_close(adv, torch.tensor([[[0.16 + 0.45 * 0.32, 0.14 + 0.45 * 0.4, 0.4], [0.16 + 0.45 * 0.6, 0.6, 0]]]))
+    torch.testing.assert_close(returns, torch.tensor([[[0.504, 0.72, 1.0], [0.63, 1.0, 0]]]))
+    # control: read on past the stop, the value of a prefix that never was would count
+    on = gae(rewards.nan_to_num(), values.nan_to_num(0.6), torch.ones_like(mask), 0.9, 0.5)[0]
+    assert torch.equal(on[0, 0], adv[0, 0]) and (on[0, 1, :2] - adv[0, 1, :2]).abs().min() > 0.01
+    # gamma = lam = 1: what was earned minus what was expected; lam = 0: one step ahead
+    torch.testing.assert_close(gae(rewards, values, mask, 1.0, 1.0)[0], torch.tensor([[[0.8, 0.6, 0.4], [0.8, 0.6, 0]]]))
+    torch.testing.assert_close(gae(rewards, values, mask, 1.0, 0.0)[0], torch.tensor([[[0.2, 0.2, 0.4], [0.2, 0.6, 0]]]))
+    assert not gae(rewards, values.requires_grad_(), mask)[0].requires_grad
+
+
+def test_whiten():
+    mask = ragged(2, 1, R=2)
+    torch.testing.assert_close(whiten(torch.tensor([[[1.0, 2], [3, NAN]]]), mask), torch.tensor([[[-1.0, 0], [1, 0]]]) / 1.0001)
+    assert (whiten(torch.full((1, 2, 2), 0.35), mask) == 0).all()  # nothing to compare
+    assert (whiten(torch.full((1, 1, 1), 0.35), torch.ones(1, 1, 1, dtype=torch.bool)) == 0).all()  # one token: 0, not NaN
+
+
+@pytest.mark.parametrize("value, old, loss, grad", [
+    (0.6, 0.5, 0.98, -1.4),    # within the clip: 0.5 (0.6 - 2)^2
+    (1.0, 0.5, 0.845, 0.0),    # moved by more than 0.2 towards the return: 0.5 (0.7 - 2)^2, constant
+    (0.0, 0.5, 2.0, -2.0),     # moved away: the larger error counts, 0.5 (0 - 2)^2
+    (0.5, 0.5, 1.125, -1.5)])  # first update
+def test_value_loss(value, old, loss, grad):
+    cube = lambda x: torch.full((1, 1, 2), x)
+    mask, values = ragged(1, R=2), torch.tensor([[[value, NAN]]], requires_grad=True)
+    got = value_loss(values, cube(old), cube(2.0), mask)
+    got.backward()
+    assert got.item() == pytest.approx(loss) and values.grad.tolist() == [[[pytest.approx(grad), 0.0]]]
+    scaled = value_loss(values, cube(old), cube(2.0), mask, scale=0.25 * mask)
+    assert scaled.item() == pytest.approx(loss / 4)
+    if grad == 0:  # control: without the clip there is a gradient
+        assert torch.autograd.grad(value_loss(values, cube(old), cube(2.0), mask, clip=9.0), values)[0][0, 0, 0].item() == pytest.approx(-1)
+
+
+def test_values_are_of_the_rows_that_predict():
+    """a "value head" that computes the log-prob of the token it stands before must return replay's own, of the last policy"""
+    model, r = toy(), logged()
+    own = lambda h: (h @ model.head.t() / r.temperature).log_softmax(-1).gather(1, r.tokens[r.mask][:, None])
+    for policies in (("dense", "shadow"), ("shadow", "dense"), ("shadow",)):
+        out = replay(model, r, policies, value=own)
+        other = out[policies[0]] if len(policies) == 2 else replay(model, r, ("dense",))["dense"]
+        assert rel(out["value"].detach(), out[policies[-1]].detach()) < 1e-12 and (out["value"][~r.mask] == 0).all()
+        assert rel(out["value"].detach(), other.detach()) > 1e-2  # control
+    a, b = (gradients(model, replay(model, r, value=own)[k].sum()) for k in ("value", "shadow"))
+    assert gap(a, b) < 1e-10 < gap(gradients(model, replay(model, r)["dense"].sum()), b)
+
+
+# online DPO
+
+def test_dpo_loss_by_hand():
+    """gains 0.5 + 0.5 and -0.5, so the margin is 1.5; beta 0.2"""
+    mask = ragged(2, 1, R=2)
+    logp, ref = torch.tensor([[[-1.0, -2.0], [-1.0, NAN]]], requires_grad=True), torch.tensor([[[-1.5, -2.5], [-0.5, NAN]]])
+    loss, margin = dpo_loss(logp, ref, mask, 0.2)
+    assert margin.tolist() == [1.5] and loss.item() == pytest.approx(math.log(1 + math.exp(-0.3)))
+    loss.sum().backward()
+    slope = 0.2 / (1 + math.exp(0.3))  # beta sigmoid(-beta margin): up for the better response, down for the other
+    torch.testing.assert_close(logp.grad, torch.tensor([[[-slope, -slope], [slope, 0]]]))
+    # the initial weights against themselves: log 2 and a gradient; controls: the order of the pair, and its size
+    assert dpo_loss(ref, ref, mask)[0].item() == pytest.approx(math.log(2))
+    assert dpo_loss(logp.flip(1), ref.flip(1), mask.flip(1), 0.2)[0].item() == pytest.approx(math.log(1 + math.exp(0.3)))
+    with pytest.raises(ValueError, match="2 responses, got 3"):
+        dpo_loss(torch.zeros(1, 3, 2), torch.zeros(1, 3, 2), torch.ones(1, 3, 2, dtype=torch.bool))
+
+
+def test_best_and_worst():
+    """each half of a pair is scored under the log of its own sample"""
+    model, r = toy(), logged()
+    for rewards, prompts, pair in (([[0.0, 1, 1], [0.5, 0.5, 0.5]], [0], [[1, 0]]), ([[1.0, 1, 0], [0, 2, 1]], [0, 1], [[0, 2], [1, 0]])):
+        got = best_and_worst(r, torch.tensor(rewards))
+        b, g = torch.tensor(prompts)[:, None], torch.tensor(pair)
+        assert got.prompts == [r.prompts[i] for i in prompts] and torch.equal(got.lengths, r.lengths[b, g])
+        assert torch.equal(got.mask, r.mask[b, g]) and torch.equal(got.stopped, r.stopped[b, g])
+        want = replay(model, r)["shadow"][b, g]
+        assert rel(replay(model, got)["shadow"].detach(), want.detach()) < 1e-10
+        wrong = dataclasses.replace(got, until=got.until.flip(3))  # control: the lifetimes of the other half
+        assert rel(replay(model, wrong)["shadow"].detach(), want.detach()) > 1e-2
+    assert best_and_worst(r, torch.ones(2, 3)).prompts == []
 
 
 # corrections

@@ -10,6 +10,7 @@ import sys
 
 import pytest
 import torch
+from safetensors import safe_open
 
 import train
 from grpo import advantages
@@ -135,6 +136,14 @@ def test_kill_leaves_a_whole_checkpoint(tmp_path):
     ("device must be auto, cpu, cuda or cuda:N", ["--device=gpu"]),
     ("out_dir is empty", ["--out_dir="]),
     ("group must be at least 2", ["--group=1"]),
+    ("group must be at least 2", ["config/dpo.py", "--group=1"]),
+    ("group must be at least 1", ["config/ppo.py", "--group=0"]),
+    ("objective must be one of grpo, ppo, dpo, got 'reinforce'", ["--objective=reinforce"]),
+    ("correction must be one of none, tis, mis, sparse_rl", ["--correction=vtrace"]),
+    ("learner=shadow replays the sampler", ["--correction=tis"]),
+    ("which objective=dpo does not have", ["config/tis.py", "--objective=dpo"]),
+    ("lam must be between 0 and 1", ["--lam=1.5"]),
+    ("beta must be between", ["config/dpo.py", "--beta=0"]),
     ("budget 20 must be above window + sinks", ["--budget=20", "--window=16", "--sinks=4"]),
     ("unknown task 'needel'", ["--task=needel"]),
     ("nofile.jsonl", ["--task=nofile.jsonl"]),
@@ -148,6 +157,7 @@ def test_kill_leaves_a_whole_checkpoint(tmp_path):
 def test_bad_input(say, args, tmp_path, capsys, monkeypatch):
     """One line that names the culprit, a non-zero exit, nothing written."""
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    monkeypatch.chdir(ROOT)  # config files
     with pytest.raises(SystemExit) as e:
         train.main([f"--out_dir={tmp_path / 'out'}", *args])
     assert say in str(e.value) and str(e.value).startswith("error: ") and "\n" not in str(e.value)
@@ -261,6 +271,113 @@ def test_micro_batches_do_not_change_the_update():
             net.zero_grad()
         for a, b in zip(*grads):
             assert (a - b).abs().max() <= 1e-5 * a.abs().max().clamp(min=1e-3)
+
+
+OBJECTIVES = dict(sparse_rl=dict(correction="sparse_rl", learner="dense", distill=0.0), ppo=dict(objective="ppo"), dpo=dict(objective="dpo"),
+                  ppo_dense=dict(objective="ppo", learner="dense", correction="tis"), dpo_dense=dict(objective="dpo", learner="dense"))
+
+
+def objective_gradients(name, rows, monkeypatch):
+    """Gradients of one update of 4 groups, `rows` packed rows at a time. -> gradients, log"""
+    net, ref, grads = toy(), toy(seed=5), []
+    r = generate(net, prompts(61, 40, 97, 20), 4, 12, stop_ids=STOP, seed=1, **SMALL)
+    signal = torch.rand(4, 4, generator=torch.Generator().manual_seed(0))
+    value = torch.nn.Linear(64, 1)
+    torch.nn.init.constant_(value.weight, 0.02)
+    c, _ = learner(net, micro_rows=rows, **OBJECTIVES[name])
+    opt = train.Masters(net, c, value if c.objective == "ppo" else None)
+    opt.step = lambda lr, clip: grads.extend(p.grad.clone() for p in opt.masters) or 0.0
+    signal = advantages(signal) if c.objective == "grpo" else signal
+    return grads, train.learn(net, opt, r, signal, c, 1e-3, dict(ppo=value, dpo=ref).get(c.objective))
+
+
+def apart(a, b):
+    return max(((x - y).abs().max() / x.abs().max().clamp(min=1e-3)).item() for x, y in zip(a, b))
+
+
+def one_by_one(f):
+    """f(name, logp, ..., mask) or f(x, mask), computed for each group alone."""
+    def per_group(*args):
+        groups = range(len(args[-1]))
+        return torch.cat([f(*(x[b:b + 1] if isinstance(x, torch.Tensor) else x for x in args)) for b in groups])
+    return per_group
+
+
+@pytest.mark.parametrize("name", OBJECTIVES)
+def test_micro_batches_of_every_objective(name, monkeypatch):
+    """What is normalised over the whole batch is known before the first backward pass: one group at a time gives the same gradient."""
+    whole, log = objective_gradients(name, 10_000, monkeypatch)
+    parts, log_parts = objective_gradients(name, 1, monkeypatch)
+    assert apart(whole, parts) < 1e-4
+    assert all(log[k] == pytest.approx(log_parts[k], rel=1e-3, abs=1e-5) for k in log) and log.keys() == log_parts.keys()
+    assert ("weight" in log) == ("correction" in OBJECTIVES[name])
+    if name == "sparse_rl":
+        assert 0 < log["rejected"] < 1 and 0 < log["weight"] < 1
+    control = dict(sparse_rl="correction_weights", ppo="whiten", ppo_dense="whiten").get(name)
+    if control:  # each group normalised on its own is another gradient
+        monkeypatch.setattr(train, control, one_by_one(getattr(train, control)))
+        assert apart(whole, objective_gradients(name, 1, monkeypatch)[0]) > 1e-2
+
+
+def test_dpo_without_a_pair():
+    """Rewards that are all equal leave the weights alone; one that is not does not."""
+    net = toy()
+    r = generate(net, prompts(61, 40), 4, 12, seed=1, **SMALL)
+    c, opt = learner(net, objective="dpo")
+    before, rewards = [p.detach().clone() for p in net.parameters()], torch.ones(2, 4)
+    log = train.learn(net, opt, r, rewards, c, 1e-3, toy(seed=5))
+    assert log["pairs"] == 0 and all(torch.equal(a, b) for a, b in zip(before, net.parameters())) and train.show(
+        dict(log, step=0, reward=1.0, truncated=0.0, equal=1.0, rollout_s=0.0, learn_s=0.0))
+    rewards[1, 2] = 0.0
+    log = train.learn(net, opt, r, rewards, c, 1e-3, toy(seed=5))
+    assert log["pairs"] == 1 and not all(torch.equal(a, b) for a, b in zip(before, net.parameters()))
+
+
+def test_objectives_take_several_updates():
+    """Later updates see a ratio, a value or a margin that has moved."""
+    for name in ("ppo", "dpo"):
+        net = toy()
+        r = generate(net, prompts(61, 40), 4, 12, seed=1, **SMALL)
+        aux = dict(ppo=torch.nn.Linear(64, 1), dpo=toy())[name]
+        c, _ = learner(net, objective=name, updates=3)
+        opt = train.Masters(net, c, aux if name == "ppo" else None)
+        log = train.learn(net, opt, r, torch.rand(2, 4, generator=torch.Generator().manual_seed(0)), c, 1e-2, aux)
+        assert log["gap_max"] <= 1e-4 and log["clip_frac" if name == "ppo" else "pairs"] > 0
+        if name == "dpo":
+            assert abs(log["margin"]) < 1e-3  # of the first update: model and reference are the same weights
+
+
+@pytest.mark.parametrize("name", ["ppo", "dpo"])
+def test_objective_resumes_bitwise(name, tmp_path, monkeypatch):
+    """4 steps equal 2 steps, a new start, and 2 more. The controls resume without the value head, or with the trained reference."""
+    common = [os.path.join(ROOT, "config", f"{name}.py"), *FAST]
+    whole, halves, wrong = (str(tmp_path / x) for x in ("whole", "halves", "wrong"))
+    load = lambda out: torch.load(os.path.join(out, "ckpt.pt"), weights_only=True)
+    same = lambda a, b: all(torch.equal(x, y) for x, y in zip(load(a)["masters"], load(b)["masters"]))
+    train.main([*common, f"--out_dir={whole}"])
+    train.main([*common, "--steps=2", f"--out_dir={halves}"])
+    shutil.copytree(halves, wrong)
+    train.main([*common, "--resume=True", f"--out_dir={halves}"])
+    assert same(whole, halves) and load(whole)["step"] == 4
+    if name == "ppo":
+        state = load(wrong)
+        assert [x.shape for x in state["masters"][-2:]] == [(1, 128), (1,)] and state["masters"][-1].abs() > 0
+        state["masters"][-2:] = [torch.zeros_like(x) for x in state["masters"][-2:]]
+        torch.save(state, os.path.join(wrong, "ckpt.pt"))
+        with safe_open(os.path.join(whole, "model", "model.safetensors"), "pt") as f:
+            assert all(f.get_tensor(k).shape != (1, 128) for k in f.keys())  # the head stays out of the model
+    else:
+        learn = train.learn
+        monkeypatch.setattr(train, "learn", lambda net, *args: learn(net, *args[:-1], net))
+    train.main([*common, "--resume=True", f"--out_dir={wrong}"])
+    assert not same(whole, wrong)
+
+
+def test_ppo_needs_no_group(tmp_path):
+    out = str(tmp_path / "out")
+    train.main([*FAST, "--objective=ppo", "--group=1", "--steps=1", f"--out_dir={out}"])
+    log = [json.loads(line) for line in open(os.path.join(out, "log.jsonl"))]
+    assert log[1]["grad_norm"] > 0 and log[1]["equal"] == 1 and log[1]["gap_max"] <= 1e-4
 
 
 def test_several_updates_per_rollout():

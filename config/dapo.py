@@ -1,0 +1,3 @@
+# DAPO's reduction and clip (2503.14476); the clip acts from the second update on a rollout on: add --updates=2
+norm = "token"
+clip_high = 0.28
