@@ -202,16 +202,21 @@ class Problems:
 
 
 def evaluate(net, tok, problems, c, evict):
-    """Greedy reward on held-out problems under eviction method `evict`. -> mean reward"""
-    total = 0.0
+    """Greedy reward on held-out problems under eviction method `evict`, and how much of the dense policy the sparse one covers, whichever
+    is trained. -> mean reward; if keys are evicted, mean and 5th percentile of sum over the vocabulary of min(p_dense, p_shadow)"""
+    total, overlap = 0.0, []
     for start in range(0, problems.n_eval, c.eval_batch):
         say(f"eval ({'dense' if evict == 'none' else evict} cache) {start}/{problems.n_eval}")
         batch, ids = problems.get("eval", range(start, min(start + c.eval_batch, problems.n_eval)))
         own = None if evict == "none" else c.response_budget or None
         r = generate(net, ids, 1, c.max_new_tokens, 0.0, evict, c.budget, c.window, c.sinks, own, c.period, tok.stop_ids, c.seed, c.pool)
         total += sum(reward(p, tok.decode(r.tokens[i, 0, :r.lengths[i, 0]].tolist())) for i, p in enumerate(batch))
+        for part in split_rows(r, 2, c.micro_rows) if evict != "none" else []:
+            with torch.no_grad():
+                overlap.append(replay(net, r.select(part), stats=True)["accept"][r.mask[part]].cpu())
     say("")
-    return total / problems.n_eval
+    overlap = torch.cat(overlap) if overlap else None
+    return total / problems.n_eval, *((overlap.mean().item(), overlap.quantile(0.05).item()) if overlap is not None else ())
 
 
 def split_rows(rollout, copies, limit):
@@ -436,11 +441,13 @@ def loop(c, tok, net, problems, opt, aux, step0, evals, kv, interrupted):
     while True:
         # 0. evaluate on held-out problems, also before the first step and after the last
         if (step % c.eval_every == 0 or step == c.steps) and not (evals and evals[-1]["step"] == step):
-            e = {f"eval_{name}": evaluate(net, tok, problems, c, evict) for name, evict in (("dense", "none"), ("compressed", c.evict))}
+            e = dict(zip(("eval_compressed", "eval_accept", "eval_accept_p05"), evaluate(net, tok, problems, c, c.evict)))
+            e["eval_dense"], = evaluate(net, tok, problems, c, "none")
             evals.append(dict(step=step, **e))
             append(c, "log.jsonl", json.dumps(evals[-1]) + "\n")
+            overlap = f", accept {e['eval_accept']:.3f} p05 {e['eval_accept_p05']:.3f}" if "eval_accept" in e else ""
             print(f"eval {step:4d} | held-out reward ({problems.n_eval} problems), greedy: compressed cache {e['eval_compressed']:.3f}, "
-                  f"dense cache {e['eval_dense']:.3f}", flush=True)
+                  f"dense cache {e['eval_dense']:.3f}{overlap}", flush=True)
         if step >= c.steps or interrupted:
             return step, kv
         t0 = time.time()
