@@ -90,7 +90,7 @@ def gae(rewards, values, mask, gamma=1.0, lam=0.95):
     adv, last = torch.zeros_like(values), torch.zeros_like(values[..., 0])
     for t in reversed(range(values.shape[-1])):
         after = values[..., t + 1] if t + 1 < values.shape[-1] else 0.0
-        last = (rewards[..., t] + gamma * after - values[..., t] + gamma * lam * last) * mask[..., t]  # (B, G)
+        last = rewards[..., t] + gamma * after - values[..., t] + gamma * lam * last  # (B, G)
         adv[..., t] = last
     return adv, adv + values
 
