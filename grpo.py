@@ -20,12 +20,13 @@ of the dense and of the shadow policy. Head, log-softmax and the KL between the 
 estimator is needed) are computed in chunks of rows, again in the backward pass: rows x vocabulary never exists.
 
 Left out on purpose: reward models, entropy bonus, a dual clip, sequence-level ratios (GSPO), top-p and top-k.
-Departures: a response cut at its longest length counts as ended (its value is not bootstrapped: the reward is final). Tokens that a correction rejects weigh 0 but stay in the loss's denominator (verl takes them out of the mask), so
-that a reduction means one thing for all methods.
+Departures: tokens that a correction rejects weigh 0 but stay in the loss's denominator (verl takes them out of the mask), so
+that a reduction means one thing for all methods. PPO takes a response that was cut for one that ended: no value is added to its reward.
 
 References: GRPO 2402.03300, PPO's clip 1707.06347, DAPO (token mean, clip-higher) 2503.14476, Dr. GRPO ("constant")
-2503.20783, GAE 1506.02438, value clip: baselines' PPO2 (2005.12729 discusses it), DPO 2305.18290, online 2402.04792, Shadow Mask Distillation 2605.06850, Sparse-RL 2601.10079, acceptance 2606.08446, reference KL with the ratio
-factor 2512.02556, estimator k3: joschu.net/blog/kl-approx.html. All numbers but the last are arXiv's.
+2503.20783, GAE 1506.02438, DPO 2305.18290, online DPO 2402.04792, Shadow Mask Distillation 2605.06850, Sparse-RL 2601.10079,
+acceptance 2606.08446, reference KL with the ratio factor 2512.02556 (all arXiv); the value's clip: PPO2 in OpenAI's baselines;
+estimator k3: joschu.net/blog/kl-approx.html.
 """
 from dataclasses import replace
 from functools import partial
@@ -89,7 +90,7 @@ def gae(rewards, values, mask, gamma=1.0, lam=0.95):
     adv, last = torch.zeros_like(values), torch.zeros_like(values[..., 0])
     for t in reversed(range(values.shape[-1])):
         after = values[..., t + 1] if t + 1 < values.shape[-1] else 0.0
-        last = (rewards[..., t] + gamma * after - values[..., t] + gamma * lam * last) * mask[..., t]  # (B, G)
+        last = rewards[..., t] + gamma * after - values[..., t] + gamma * lam * last  # (B, G)
         adv[..., t] = last
     return adv, adv + values
 

@@ -91,8 +91,9 @@ eval_batch = 128          # problems decoded at once
 save_every = 40           # steps between checkpoints and between samples
 # ---------------------------------------------------------------------------------------------------------------------
 DEFAULTS = {k: v for k, v in globals().items() if isinstance(v, (bool, int, float, str)) and not k.startswith("_")}
-CHOICES = dict(evict=list(EVICT), objective=["grpo", "ppo", "dpo"], correction=["none", "tis", "mis", "sparse_rl"], learner=["shadow", "dense"], distill_to=["dense", "shadow"],
-               norm=["sequence", "token", "constant"], dtype=["auto", "float32", "bfloat16"])
+CHOICES = dict(evict=list(EVICT), objective=["grpo", "ppo", "dpo"], learner=["shadow", "dense"], distill_to=["dense", "shadow"],
+               correction=["none", "tis", "mis", "sparse_rl"], norm=["sequence", "token", "constant"],
+               dtype=["auto", "float32", "bfloat16"])
 REFUSED = dict.fromkeys(("top_p", "top_k", "min_p"), "it cuts the support the learner scores, so every ratio would be biased")
 MAY_CHANGE = {"resume", "overwrite", "out_dir", "device", "steps", "eval_every", "eval_problems", "eval_batch", "save_every",
               "micro_rows", "checkpointing"}  # on resume; the last two because a run may end for want of memory
@@ -232,73 +233,78 @@ def split_rows(rollout, copies, limit):
 
 
 @torch.no_grad()
-def score_parts(model, rollout, parts, policy, value=None):
-    """What is needed of all micro-batches before the first backward pass. -> log-probs (B, G, R) of the policy; of a value head: values"""
-    outs = [replay(model, rollout.select(part), (policy,), value=value) for part in parts]
-    whole = lambda k: torch.cat([out[k] for out in outs]) if k in outs[0] else None
-    return whole(policy), whole("value")
+def before_updates(net, rollout, parts, signal, c, aux):
+    """What takes the whole batch, computed once before the first update, so that micro-batches of any size give the same gradient.
+    -> tensors of which each micro-batch takes its prompts, numbers for the log"""
+    mask, n = rollout.mask, rollout.mask.sum().item()
+    x, log = dict(adv=signal, scale=token_scale(mask, c.norm)), {}
+    if c.objective == "grpo" and c.correction == "none":
+        return x, log  # the learner's own log-probs come with the first update
+    say("scoring")
+    model, value = (aux, None) if c.objective == "dpo" else (net, aux)
+    outs = [replay(model, rollout.select(part), (c.learner,), value=value) for part in parts]
+    logp = torch.cat([out[c.learner] for out in outs])  # (B, G, R)
+    if c.objective == "dpo":
+        return dict(x, ref=logp), dict(pairs=len(rollout.prompts))
+    if c.correction != "none":
+        x["weight"] = correction_weights(c.correction, logp, rollout.logp_roll, mask)
+        log.update(weight=x["weight"].sum().item() / n, rejected=((x["weight"] == 0) & mask).sum().item() / n)
+    if c.objective == "ppo":
+        x["values"] = torch.cat([out["value"] for out in outs])
+        at_end = torch.zeros_like(logp).scatter(2, rollout.lengths[..., None] - 1, signal[..., None])  # (B, G, R)
+        adv, x["returns"] = gae(at_end, x["values"], mask, c.gamma, c.lam)
+        x["adv"] = whiten(adv, mask)
+        log["value"] = x["values"].sum().item() / n
+    return x, log
+
+
+def objective_loss(out, r, x, old, c, whole):
+    """One micro-batch r of the rollout `whole`. out: what replay returned; x: its part of before_updates; old: the learner's log-probs
+    before its first update, None in that. -> loss (), numbers; both add up over micro-batches"""
+    logp = out[c.learner]
+    if c.objective == "dpo":
+        losses, margin = dpo_loss(logp, x["ref"], r.mask, c.beta)
+        return losses.sum() / len(whole.prompts), dict(margin=margin.sum().item() / len(whole.prompts))
+    # first update after a rollout: the ratio is exactly 1, and with norm "sequence" grpo's loss 0; the gradient is not
+    loss, stats = policy_loss(logp, old, x["adv"], r.mask, c.clip, c.clip_high, c.norm, x.get("weight"), x["scale"])
+    numbers = dict(clip_frac=stats["clipped"].item() * r.mask.sum().item() / whole.mask.sum().item())
+    if c.objective == "ppo":
+        error = value_loss(out["value"], x["values"], x["returns"], r.mask, c.clip, x["scale"])
+        loss, numbers["value_loss"] = loss + c.value_coef * error, error.item()
+    return loss, numbers
 
 
 def learn(net, opt, rollout, signal, c, lr, aux=None):
     """`updates` optimizer steps on one rollout. -> numbers for the log
 
-    signal (B, G): advantages for grpo, rewards for the others. aux: the value head for ppo, the frozen initial model for dpo."""
+    signal (B, G): advantages for grpo, rewards for ppo and dpo. aux: ppo's value head, dpo's frozen reference."""
     if c.objective == "dpo":
         rollout = best_and_worst(rollout, signal)
         if not rollout.prompts:  # nothing to learn from: the weights stay as they are
             return dict.fromkeys(("loss", "kl", "clip_frac", "grad_norm", "gap", "gap_max", "entropy", "pairs", "margin"), 0.0)
-    both = c.distill > 0
-    policies = ({"dense": "shadow", "shadow": "dense"}[c.learner],) * both + (c.learner,)  # replay takes entropy and value of the last
-    value = aux if c.objective == "ppo" else None
-    mask, tokens = rollout.mask, rollout.mask.sum().item()
-    scale = token_scale(mask, c.norm)  # of the whole batch, so that micro-batches of any size give the same gradient
+    both, other = c.distill > 0, "dense" if c.learner == "shadow" else "shadow"
+    policies = (other, c.learner) if both else (c.learner,)  # replay gives entropy and values of the last
     parts, old, log, first = split_rows(rollout, len(policies), c.micro_rows), {}, {}, {}
-
-    # what micro-batches take slices of, from the weights before the first update (dpo: the initial ones)
-    adv, weight, extra = signal, None, {}
-    if c.objective != "grpo" or c.correction != "none":
-        logp0, values0 = score_parts(aux if c.objective == "dpo" else net, rollout, parts, c.learner, value)
-    if c.correction != "none":
-        weight = correction_weights(c.correction, logp0, rollout.logp_roll, mask)
-        extra.update(weight=weight.sum().item() / tokens, rejected=((weight == 0) & mask).sum().item() / tokens)
-    if c.objective == "ppo":
-        at_end = torch.zeros_like(values0).scatter(2, rollout.lengths[..., None] - 1, signal[..., None])  # (B, G, R)
-        adv, returns = gae(at_end, values0, mask, c.gamma, c.lam)
-        adv = whiten(adv, mask)
-        extra.update(value=values0.sum().item() / tokens)
-    if c.objective == "dpo":
-        extra.update(pairs=len(rollout.prompts))
-
+    batch, extra = before_updates(net, rollout, parts, signal, c, aux)
     for update in range(c.updates):
         sums = dict(loss=0.0, kl=0.0, clip_frac=0.0)
         for i, part in enumerate(parts):
             say(f"update {update + 1}/{c.updates}, micro-batch {i + 1}/{len(parts)}")
-            r = rollout.select(part)
+            r, x = rollout.select(part), {k: v[part] for k, v in batch.items()}
             out = replay(net, r, policies, distill_to=c.distill_to if both else None, stats=update == 0,
-                         checkpointing=c.checkpointing, value=value)
-            logp = out[c.learner]
-            if c.objective == "dpo":
-                losses, margin = dpo_loss(logp, logp0[part], r.mask, c.beta)
-                loss = losses.sum() / len(rollout.prompts)
-                add(sums, margin=margin.sum().item() / len(rollout.prompts))
-            else:
-                # first update after a rollout: the ratio is exactly 1, and with norm "sequence" the loss 0; the gradient is not
-                loss, stats = policy_loss(logp, old.get(i), adv[part], r.mask, c.clip, c.clip_high, c.norm,
-                                          None if weight is None else weight[part], scale[part])
-                add(sums, clip_frac=stats["clipped"].item() * r.mask.sum().item() / tokens)
-            if c.objective == "ppo":
-                error = value_loss(out["value"], values0[part], returns[part], r.mask, c.clip, scale[part])
-                add(sums, value_loss=error.item())
-                loss = loss + c.value_coef * error
+                         checkpointing=c.checkpointing, value=aux if c.objective == "ppo" else None)
+            loss, numbers = objective_loss(out, r, x, old.get(i), c, rollout)
             if both:
-                kl = (scale[part] * out["kl"]).sum()
-                add(sums, kl=kl.item())
+                kl = (x["scale"] * out["kl"]).sum()
+                numbers["kl"] = kl.item()
                 loss = loss + c.distill * kl
-            add(sums, loss=loss.item())
+            for k, v in dict(numbers, loss=loss.item()).items():
+                sums[k] = sums.get(k, 0.0) + v
             loss.backward()
-            old.setdefault(i, logp.detach())
+            logp = out[c.learner].detach()
+            old.setdefault(i, logp)
             if update == 0:
-                out["gap"] = (logp.detach() - r.logp_roll).abs()
+                out["gap"] = (logp - r.logp_roll).abs()
                 for k in {"gap", "entropy", "accept"} & out.keys():
                     first.setdefault(k, []).append(out[k][r.mask])
         sums["grad_norm"] = opt.step(lr, c.grad_clip)
@@ -306,15 +312,10 @@ def learn(net, opt, rollout, signal, c, lr, aux=None):
     if c.updates > 1:
         log["clip_frac"] = sums["clip_frac"]  # of the last update: in the first one nothing can be clipped
     first = {k: torch.cat(x).float() for k, x in first.items()}
-    log.update(gap=first["gap"].mean().item(), gap_max=first["gap"].max().item(), entropy=first["entropy"].mean().item())
+    log.update(extra, gap=first["gap"].mean().item(), gap_max=first["gap"].max().item(), entropy=first["entropy"].mean().item())
     if "accept" in first:
         log.update(accept=first["accept"].mean().item(), accept_p05=first["accept"].quantile(0.05).item())
-    return log | extra
-
-
-def add(sums, **numbers):
-    for k, x in numbers.items():
-        sums[k] = sums.get(k, 0.0) + x
+    return log
 
 
 def say(text, width=70):
@@ -389,7 +390,8 @@ def introduce(c, folder, net):
           f"{c.prompts} x {c.group} samples holds up to {kept * per_token:,} KV bytes, {dense * per_token:,} if each kept all keys")
     if c.objective == "dpo":
         print("a frozen copy of the initial model, the reference, is held beside it")
-    if c.objective == "grpo" and c.correction == "none" and c.norm == "sequence":  # the other norms weigh long responses more, so advantages that sum to 0 do not make the loss 0
+    # other norms weigh long responses more, and so do corrections: advantages that sum to 0 then do not make the loss 0
+    if (c.objective, c.correction, c.norm) == ("grpo", "none", "sequence"):
         print("the policy term of the loss is 0 in value, not in gradient: the ratio is 1 on a rollout's first update")
 
 

@@ -13,7 +13,7 @@ import torch
 from safetensors import safe_open
 
 import train
-from grpo import advantages
+from grpo import advantages, replay
 from kvcache import EVICT
 from rollout import generate
 from test_rollout import SMALL, STOP, prompts, toy
@@ -273,11 +273,12 @@ def test_micro_batches_do_not_change_the_update():
             assert (a - b).abs().max() <= 1e-5 * a.abs().max().clamp(min=1e-3)
 
 
-OBJECTIVES = dict(sparse_rl=dict(correction="sparse_rl", learner="dense", distill=0.0), ppo=dict(objective="ppo"), dpo=dict(objective="dpo"),
-                  ppo_dense=dict(objective="ppo", learner="dense", correction="tis"), dpo_dense=dict(objective="dpo", learner="dense"))
+OBJECTIVES = dict(sparse_rl=dict(correction="sparse_rl", learner="dense", distill=0.0),
+                  ppo=dict(objective="ppo"), dpo=dict(objective="dpo"), ppo_dense=dict(objective="ppo", learner="dense", correction="tis"),
+                  dpo_dense=dict(objective="dpo", learner="dense"))
 
 
-def objective_gradients(name, rows, monkeypatch):
+def objective_gradients(name, rows):
     """Gradients of one update of 4 groups, `rows` packed rows at a time. -> gradients, log"""
     net, ref, grads = toy(), toy(seed=5), []
     r = generate(net, prompts(61, 40, 97, 20), 4, 12, stop_ids=STOP, seed=1, **SMALL)
@@ -306,8 +307,8 @@ def one_by_one(f):
 @pytest.mark.parametrize("name", OBJECTIVES)
 def test_micro_batches_of_every_objective(name, monkeypatch):
     """What is normalised over the whole batch is known before the first backward pass: one group at a time gives the same gradient."""
-    whole, log = objective_gradients(name, 10_000, monkeypatch)
-    parts, log_parts = objective_gradients(name, 1, monkeypatch)
+    whole, log = objective_gradients(name, 10_000)
+    parts, log_parts = objective_gradients(name, 1)
     assert apart(whole, parts) < 1e-4
     assert all(log[k] == pytest.approx(log_parts[k], rel=1e-3, abs=1e-5) for k in log) and log.keys() == log_parts.keys()
     assert ("weight" in log) == ("correction" in OBJECTIVES[name])
@@ -316,7 +317,27 @@ def test_micro_batches_of_every_objective(name, monkeypatch):
     control = dict(sparse_rl="correction_weights", ppo="whiten", ppo_dense="whiten").get(name)
     if control:  # each group normalised on its own is another gradient
         monkeypatch.setattr(train, control, one_by_one(getattr(train, control)))
-        assert apart(whole, objective_gradients(name, 1, monkeypatch)[0]) > 1e-2
+        assert apart(whole, objective_gradients(name, 1)[0]) > 1e-2
+
+
+def test_ppo_values_and_returns():
+    """The reward is that of the last token, so undiscounted every prefix is worth it; the values trained are the learner's policy's."""
+    net, value = toy(), torch.nn.Linear(64, 1)
+    r = generate(net, prompts(61, 40), 4, 12, stop_ids=STOP, seed=1, **SMALL)
+    rewards = torch.rand(2, 4, generator=torch.Generator().manual_seed(0))
+    c, _ = learner(net, objective="ppo")
+    x, log = train.before_updates(net, r, [[0], [1]], rewards, c, value)
+    torch.testing.assert_close(x["returns"], rewards[..., None] * r.mask)
+    c.gamma = 0.5
+    half = train.before_updates(net, r, [[0, 1]], rewards, c, value)[0]["returns"]
+    b, g = torch.arange(2)[:, None], torch.arange(4)
+    torch.testing.assert_close(half[b, g, r.lengths - 1], rewards)
+    torch.testing.assert_close(half[..., 0], rewards * 0.5 ** (r.lengths - 1))
+    c.gamma = 1.0
+    error = lambda values: ((values - x["returns"]) ** 2 * x["scale"] / 2).sum().item()
+    dense = torch.no_grad()(replay)(net, r, ("dense",), value=value)["value"]
+    got = train.learn(net, train.Masters(net, c, value), r, rewards, c, 0.0, value)["value_loss"]
+    assert got == pytest.approx(error(x["values"]), rel=1e-4) and got != pytest.approx(error(dense), rel=1e-2)
 
 
 def test_dpo_without_a_pair():
