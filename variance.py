@@ -1,0 +1,220 @@
+"""
+What an importance weight costs and what replaying the mask costs, as the response grows: variances at a fixed checkpoint.
+
+    python variance.py                                              # the embedded checkpoint: table, variance.json, variance.png
+    python variance.py config/smollm2.py --layers=last --lengths=2,8,32,128,512
+    python variance.py --figure --out=out-variance                  # draw again from the numbers that are there
+
+The idea. Responses are drawn by a sampler mu that evicts. A dense learner pi can mend that with the sequence weight
+
+    W_L = prod_{t<L} w_t,  w_t = pi(token_t) / mu(token_t),     E_mu W_L = 1 for every L,
+
+a product of L ratios, so log(1 + Var W_L) grows like L. A learner that replays the mask is mu: its weight is 1, its variance 0.
+For every length L of `lengths`: variance of W_L, of log W_L, effective sample size (sum W)^2 / (n sum W^2), mean of W_L, and of
+
+    g = A sum_{t<L} weight_t grad log p(token_t)     a sum over tokens, not a mean; per token: variance / L^2
+
+the variance mean |g - mean g|^2 (n / (n - 1)) under five arms: naive (weight 1, p = pi), tis (min(w_t, 2), pi), seq (W_L, pi), sparse_rl
+(grpo.correction, whose normalisation runs over all samples of length L, pi) and shadow (weight 1, p the replayed mu). A is +-1, drawn
+apart from the text, so that no reward's design matters: E g = 0 for every arm and Var g = E |g|^2. It says nothing about bias.
+
+Sampled variances of W lie. Once W_L has a heavy tail, n samples miss the few that carry its mean and its variance: the sampled mean
+of W falls below 1, the sampled variance with it, and it may even shrink as L grows. Two remedies, both from samples of pi scored by
+both policies (what SnapKV keeps depends on the prompt alone, so mu scores any text):
+
+    E_mu W^2 = E_pi W >= exp(E_pi log W) = exp(KL(pi || mu))              by Jensen: a floor, estimated by a mean of logs, no heavy tail
+    E_mu W^2 |G|^2 = E_pi W |G|^2 >= exp(E_pi [log W + log |G|^2])        the same for seq, G = sum_t grad log pi(token_t)
+
+One set of samples of the longest length serves all: a prefix of a sample is a sample of that length. The lengths are therefore not
+independent, and the bootstrap (prompts with replacement, 95 % intervals) draws the same prompts for all. In it |mean g|^2 keeps its
+share of the mean |g|^2: of order 1 / n, as E g = 0. No stop tokens: past its answer the model goes on as it may.
+Slopes: least squares of log variance against L (nats per token; straight if exponential) and against log L (power; straight if polynomial).
+
+Left out on purpose: rewards, training, methods that evict response keys. On a card in bfloat16 gradients are rounded to it.
+"""
+import json
+import math
+import os
+import sys
+from dataclasses import replace
+from itertools import product
+from types import SimpleNamespace
+
+import torch
+
+import train
+from configurator import configure
+from grpo import correction, replay
+from model import Transformer, find_checkpoint
+from rollout import generate
+from tokenizer import Tokenizer
+
+DEFAULTS = dict(train.DEFAULTS, prompts=8,     # all keys of train.py, so that its config files serve; those of the optimizer do nothing here
+                lengths="2,4,8,16,32,64,128,256,512",  # tokens
+                layers="all",       # gradient with respect to all parameters, or to those of the last block
+                resamples=1000,     # of the bootstrap
+                out="out-variance",  # folder for variance.json and variance.png
+                figure=False)       # draw only
+CHOICES = dict(train.CHOICES, layers=["all", "last"])
+ARMS = dict(naive="dense", tis="dense", seq="dense", sparse_rl="dense", shadow="shadow")  # whose gradient each arm takes
+
+
+def cut(rollout, n):
+    """The first n tokens of every response."""
+    return replace(rollout, tokens=rollout.tokens[..., :n], lengths=rollout.lengths.clamp(max=n), logp_roll=rollout.logp_roll[..., :n],
+                   until=rollout.until[..., :n].clamp(max=n), stopped=rollout.stopped & (rollout.lengths <= n))
+
+
+def one_sample(rollout, b, g):
+    """Sample g of prompt b as a rollout of its own."""
+    r = rollout.select([b])
+    return replace(r, tokens=r.tokens[:, g:g + 1], lengths=r.lengths[:, g:g + 1], logp_roll=r.logp_roll[:, g:g + 1],
+                   until=r.until[:, :, :, g:g + 1], stopped=r.stopped[:, g:g + 1])
+
+
+@torch.no_grad()
+def score(model, rollout):
+    """-> log-probs of both policies (B, G, R), one prompt at a time."""
+    parts = [replay(model, rollout.select([b])) for b in range(len(rollout.prompts))]
+    return {p: torch.cat([x[p] for x in parts]) for p in ("dense", "shadow")}
+
+
+def token_weights(dense, rollout):
+    """Per-token weights (B, G, R) of every arm but seq, whose weight is one number per sample."""
+    ones = torch.ones_like(dense)
+    return dict(naive=ones, **{k: correction(k, dense, rollout.logp_roll, rollout.mask) for k in ("tis", "sparse_rl")}, shadow=ones)
+
+
+def gradients(model, rollout, weights, log_w, sign, params):
+    """Squared norms of one-sample gradients. weights: {arm: (B, G, R)}; log_w (B, G) scales naive's gradient to that of seq.
+    -> {arm: log |g|^2 (B, G)}, {arm: log |mean g|^2}, both fp64; logs, since W leaves the range of floats.
+
+    One forward pass per sample and policy, one backward pass per arm; seq is naive times a number and costs none."""
+    B, G = rollout.lengths.shape
+    log_w, names = log_w.cpu(), [*weights, *(["seq"] if "naive" in weights else [])]
+    sq = {a: torch.full((B, G), -math.inf, dtype=torch.float64) for a in names}
+    total = {a: torch.zeros(sum(p.numel() for p in params), device=model.device) for a in names}
+    for b, g in product(range(B), range(G)):
+        train.say(f"{rollout.tokens.shape[2]} tokens: gradient of sample {b * G + g + 1}/{B * G}")
+        one = one_sample(rollout, b, g)
+        for policy in ("dense", "shadow"):
+            arms = [a for a in weights if ARMS[a] == policy and weights[a][b, g].any()]  # sparse_rl drops whole responses: g = 0
+            logp = replay(model, one, (policy,))[policy] if arms else None  # (1, 1, R)
+            for a in arms:
+                d = torch.autograd.grad(logp, params, weights[a][b, g].view(logp.shape), retain_graph=a != arms[-1])
+                flat = torch.cat([x.reshape(-1).float() for x in d])
+                norm = torch.linalg.vector_norm(flat, dtype=torch.float64).log().item()
+                for name, lw, top in [(a, 0.0, 0.0)] + ([("seq", log_w[b, g].item(), log_w.max().item())] if a == "naive" else []):
+                    sq[name][b, g] = 2 * (norm + lw)
+                    total[name].add_(flat, alpha=sign[b, g].item() * math.exp(lw - top))  # over the largest weight
+    shift = lambda a: log_w.max().item() if a == "seq" else 0.0
+    mean = {a: 2 * (torch.linalg.vector_norm(t, dtype=torch.float64).log().item() - math.log(B * G) + shift(a)) for a, t in total.items()}
+    return sq, mean
+
+
+def measure(model, ids, c, lengths):
+    """Roll out once, score, differentiate. -> per-sample numbers by length, fp64: see summarise"""
+    keep = (c.budget, c.window, c.sinks)
+    say_s = lambda what: train.say(f"sampling {c.prompts} x {c.group} responses of {lengths[-1]} tokens: {what}")
+    say_s("mu")
+    mu = generate(model, ids, c.group, lengths[-1], c.temperature, c.evict, *keep, seed=c.seed, pool=c.pool)
+    say_s("pi")
+    pi = generate(model, ids, c.group, lengths[-1], c.temperature, "none", *keep, seed=c.seed + 1, pool=c.pool)
+    pi.kept = mu.kept  # mu scores what pi drew
+    at_mu, at_pi = score(model, mu), score(model, pi)
+    sums = lambda a, b: (a.double() - b.double()).cumsum(-1).cpu()  # (B, G, R) log W of every prefix; 1e-300 and less is usual
+    log_w, log_w_shadow, log_w_pi = sums(at_mu["dense"], mu.logp_roll), sums(at_mu["shadow"], mu.logp_roll), sums(*at_pi.values())
+    sign = torch.randint(0, 2, mu.lengths.shape, generator=torch.Generator().manual_seed(c.seed)) * 2.0 - 1  # (B, G) advantages
+    params = list((model if c.layers == "all" else model.layers[-1]).parameters())
+    raw = dict(log_w=[], log_w_shadow=[], log_w_pi=[], log_g_pi=[], log_g={a: [] for a in ARMS}, log_mean={a: [] for a in ARMS})
+    for n in lengths:
+        r, dense = cut(mu, n), at_mu["dense"][..., :n]
+        sq, mean = gradients(model, r, token_weights(dense, r), log_w[..., n - 1], sign, params)
+        sq_pi, _ = gradients(model, cut(pi, n), dict(naive=torch.ones_like(dense)), log_w_pi[..., n - 1], sign, params)
+        for name, x in (("log_w", log_w), ("log_w_shadow", log_w_shadow), ("log_w_pi", log_w_pi)):
+            raw[name].append(x[..., n - 1])
+        raw["log_g_pi"].append(sq_pi["naive"])
+        for a in ARMS:
+            raw["log_g"][a].append(sq[a])
+            raw["log_mean"][a].append(mean[a])
+    train.say("")
+    return raw
+
+
+# ---- statistics, all of logs: x (..., n) are n samples of log W
+
+def log_mean(x):
+    return x.logsumexp(-1) - math.log(x.shape[-1])
+
+
+def log_var(x):
+    """Log of the sample variance of exp(x)."""
+    top = x.amax(-1, keepdim=True)
+    return (x - top).exp().var(-1).log() + 2 * top[..., 0]
+
+
+def log_ess(x):
+    """Log of (sum W)^2 / (n sum W^2), between -log n and 0."""
+    return 2 * log_mean(x) - log_mean(2 * x)
+
+
+def slope(y, x):
+    """Least squares of y (..., lengths) on x (lengths,). -> slope (...), share of the variance of y that the line explains (...)"""
+    x, d = x - x.mean(), y - y.mean(-1, keepdim=True)
+    k = (d * x).sum(-1) / (x * x).sum()
+    return k, 1 - (d - k[..., None] * x).pow(2).sum(-1) / d.pow(2).sum(-1)
+
+
+def resample(prompts, times, seed=0):
+    return torch.randint(0, prompts, (times, prompts), generator=torch.Generator().manual_seed(seed))
+
+
+def interval(f, index, *xs):
+    """f of samples (B, G), with its 95 % bootstrap interval. f maps (..., n) to (...). -> value, resampled values (times,)"""
+    return f(*(x.reshape(-1) for x in xs)), f(*(x[index].flatten(1) for x in xs))
+
+
+def summarise(raw, lengths, times):
+    """raw: log_w, log_w_shadow (samples of mu), log_w_pi (of pi), log_g[arm], log_g_pi: a list over lengths of (B, G); log_mean[arm]: list.
+    -> {quantity: {"value", "low", "high": lists over lengths, "slope": {...}}}, natural logs; None where there is no finite number"""
+    index, n = resample(len(raw["log_w"][0]), times), raw["log_w"][0].numel()
+    number = lambda x: round(float(x), 10) if math.isfinite(x) else None
+    x = torch.tensor(lengths, dtype=torch.float64)
+
+    def over_lengths(f, *series):
+        value, many = map(torch.stack, zip(*(interval(f, index, *xs) for xs in zip(*series))))  # (lengths,), (lengths, times)
+
+        def band(y):  # resamples without a finite value (all dropped) are left out
+            y = y[y.isfinite()]
+            return [number(q) for q in y.quantile(torch.tensor([0.025, 0.975], dtype=y.dtype))] if len(y) else [None, None]
+        low, high = zip(*map(band, many))
+        out = dict(value=list(map(number, value)), low=low, high=high, slope={})
+        ok = value.isfinite()
+        for name, axis in (("per_token", x), ("power", x.log())):
+            if ok.sum() > 2:
+                k, r2 = slope(value[ok], axis[ok])
+                out["slope"][name] = dict(zip(("value", "r2", "low", "high"), [number(k), number(r2), *band(slope(many[ok].T, axis[ok])[0])]))
+        return out
+
+    def log_var_g(x, share):  # share: log(n / (n - 1) (1 - |mean g|^2 / mean |g|^2)), of the whole sample
+        return log_mean(x) + share[..., 0]
+
+    floor = lambda x: x.mean(-1).expm1().log()  # log of a lower bound of Var W = E W^2 - 1; none where the mean of logs is not positive
+    weight = dict(log_var=over_lengths(log_var, raw["log_w"]), log_var_floor=over_lengths(floor, raw["log_w_pi"]),
+                  log_second_moment_pi=over_lengths(log_mean, raw["log_w_pi"]), kl_pi_mu=over_lengths(lambda x: x.mean(-1), raw["log_w_pi"]),
+                  var_log=over_lengths(lambda x: x.var(-1), raw["log_w"]), log_ess=over_lengths(log_ess, raw["log_w"]),
+                  log_mean=over_lengths(log_mean, raw["log_w"]), log_var_shadow=over_lengths(log_var, raw["log_w_shadow"]))
+    gradient = {}
+    for a in ARMS:
+        share = [torch.full_like(q, math.log(n / (n - 1)) + math.log1p(-math.exp(m - log_mean(q.reshape(-1)).item())) if q.max() > -math.inf else 0.0)
+                 for q, m in zip(raw["log_g"][a], raw["log_mean"][a])]
+        shadow = raw["log_g"]["shadow"]
+        gradient[a] = dict(log_var=over_lengths(log_var_g, raw["log_g"][a], share),
+                           log_ratio=over_lengths(lambda x, y: log_mean(x) - log_mean(y), raw["log_g"][a], shadow),
+                           alive=[number(q.isfinite().double().mean()) for q in raw["log_g"][a]],
+                           mean_share=[number(math.exp(m - log_mean(q.reshape(-1)).item())) if q.max() > -math.inf else None
+                                       for q, m in zip(raw["log_g"][a], raw["log_mean"][a])])
+        gradient[a]["log_var_per_token"] = [None if v is None else number(v - 2 * math.log(l))
+                                            for v, l in zip(gradient[a]["log_var"]["value"], lengths)]
+    gradient["seq"]["log_var_floor"] = over_lengths(lambda x: x.mean(-1), [w + g for w, g in zip(raw["log_w_pi"], raw["log_g_pi"])])
+    return dict(weight=weight, gradient=gradient)
