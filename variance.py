@@ -218,3 +218,152 @@ def summarise(raw, lengths, times):
                                             for v, l in zip(gradient[a]["log_var"]["value"], lengths)]
     gradient["seq"]["log_var_floor"] = over_lengths(lambda x: x.mean(-1), [w + g for w, g in zip(raw["log_w_pi"], raw["log_g_pi"])])
     return dict(weight=weight, gradient=gradient)
+
+
+# ---- what a reader sees
+
+def table(res):
+    """Lines to print: everything as log10, as numbers of this size are not written otherwise."""
+    w, g, lengths = res["weight"], res["gradient"], res["lengths"]
+    n = res["settings"]["prompts"] * res["settings"]["group"]
+    ten = lambda v, digits=1: "-" if v is None else f"{v / math.log(10):.{digits}f}"
+    span = lambda q, i, digits=1: f"{ten(q['value'][i], digits)} [{ten(q['low'][i], digits)}, {ten(q['high'][i], digits)}]"
+    yield f"sequence weight W, {n} samples; log10 except std and ESS; [95 % bootstrap over prompts]. The floor comes from samples of the learner."
+    yield f"{'tokens':>6} {'Var W, sampled':>26} {'Var W, floor':>24} {'mean W (truth 0)':>24} {'std log W':>10} {'ESS / n':>8} {'Var W, shadow':>14}"
+    for i, length in enumerate(lengths):
+        yield (f"{length:6d} {span(w['log_var'], i):>26} {span(w['log_var_floor'], i):>24} {span(w['log_mean'], i):>24} "
+               f"{math.sqrt(w['var_log']['value'][i]):10.2f} {math.exp(w['log_ess']['value'][i]):8.3f} {ten(w['log_var_shadow']['value'][i]):>14}")
+    yield f"\nlog10 of the variance of the gradient estimate ({res['parameters']:,} parameters, sum over tokens); in brackets: times shadow's, as a factor"
+    yield f"{'tokens':>6} " + " ".join(f"{a:>18}" for a in ARMS) + f" {'seq, floor':>11} {'sparse_rl keeps':>16}"
+    factor = lambda v: "0" if v is None else f"{math.exp(v):.3g}" if abs(v) < 500 else f"1e{v / math.log(10):.0f}"
+    for i, length in enumerate(lengths):
+        yield (f"{length:6d} " + " ".join(f"{ten(g[a]['log_var']['value'][i], 2) + ' (' + factor(g[a]['log_ratio']['value'][i]) + ')':>18}" for a in ARMS)
+               + f" {ten(g['seq']['log_var_floor']['value'][i]):>11} {g['sparse_rl']['alive'][i]:16.2f}")
+    yield "\nslope of log variance: nats per token (straight against L) | power (straight against log L); r2 of each line"
+    rows = [("W, sampled", w["log_var"]), ("W, floor", w["log_var_floor"]), ("W, shadow", w["log_var_shadow"])]
+    rows += [(f"gradient, {a}", g[a]["log_var"]) for a in ARMS] + [("gradient, seq, floor", g["seq"]["log_var_floor"])]
+    show = lambda s: "-" if not s or s["value"] is None else f"{s['value']:8.4f} [{s['low']:.4f}, {s['high']:.4f}] r2 {s['r2'] or 0:.2f}"
+    for name, q in rows:
+        yield f"{name:>20}: {show(q['slope'].get('per_token')):>42} | {show(q['slope'].get('power')):>42}"
+
+
+STYLE = dict(naive=("#D55E00", "--"), tis=("#E69F00", "-."), seq=("#CC79A7", ":"), sparse_rl=("#56B4E9", (0, (5, 1, 1, 1, 1, 1))),
+             shadow=("#009E73", "-"), floor=("#0072B2", (0, (4, 1))))  # Okabe and Ito's colours
+
+
+def figure(res, path):
+    """Left: variance of the sequence weight against L. Right: variance of the gradient estimate, both axes logarithmic."""
+    try:
+        import matplotlib
+        matplotlib.use("Agg")
+        import matplotlib.pyplot as plt
+    except ImportError:
+        raise ValueError("the figure needs matplotlib: pip install matplotlib, then --figure draws from the numbers that were saved") from None
+    ten, lengths = math.log(10), res["lengths"]
+    fig, (left, right) = plt.subplots(1, 2, figsize=(9, 4.3), dpi=200)
+
+    def line(ax, q, key, lw=1.8):
+        """-> last point drawn, or None"""
+        rows = [(x, *(z / ten for z in v)) for x, *v in zip(lengths, q["value"], q["low"], q["high"]) if None not in v]
+        if rows:
+            x, y, low, high = zip(*rows)
+            ax.plot(x, y, color=STYLE[key][0], linestyle=STYLE[key][1], linewidth=lw)
+            ax.fill_between(x, low, high, color=STYLE[key][0], alpha=0.18, linewidth=0)
+            return x[-1], y[-1]
+
+    def labels(ax, ends, gap=0.052):
+        """Names at line ends, pushed apart so that none covers another; gap as a share of the axis."""
+        low, high = ax.get_ylim()
+        at = sorted(([min(max((y - low) / (high - low), 0.02), 0.98), text, key] for (_, y), text, key in ends))
+        for i in range(1, len(at)):
+            at[i][0] = max(at[i][0], at[i - 1][0] + gap * (1 + at[i - 1][1].count("\n")))
+        over = max(0.0, at[-1][0] - 0.98) if at else 0.0
+        for y, text, key in reversed(at):
+            ax.text(1.02, y - over, text, color=STYLE[key][0], transform=ax.transAxes, va="center", fontsize=8.5, linespacing=0.95)
+
+    w, g = res["weight"], res["gradient"]
+    ends = [(line(left, w["log_var"], "seq"), "as sampled", "seq"), (line(left, w["log_var_floor"], "floor"), "lower bound\nof the truth", "floor"),
+            (line(left, w["log_var_shadow"], "shadow"), "shadow\n(rounding)", "shadow")]
+    left.set_xlabel("response length L (tokens)")
+    left.set_title("Variance of the sequence weight $W_L$", fontsize=10)
+    labels(left, [e for e in ends if e[0]])
+    ends = [(line(right, g[a]["log_var"], a), "seq,\nas sampled" if a == "seq" else a, a) for a in ARMS]
+    ends.append((line(right, g["seq"]["log_var_floor"], "floor"), "seq, lower\nbound", "floor"))
+    plain = [v / ten for a in ARMS if a != "seq" for v in g[a]["log_var"]["value"] if v is not None]
+    right.set_ylim(min(plain) - 1.5, max(plain) + 4)  # seq leaves the frame: its exponent has hundreds of digits' worth of room
+    right.set_xscale("log", base=2)
+    right.set_xticks(lengths, lengths)
+    right.set_xlabel("response length L (tokens, logarithmic)")
+    right.set_title("Variance of the gradient estimate (nats$^2$)", fontsize=10)
+    labels(right, [e for e in ends if e[0]])
+    for ax in (left, right):
+        ax.yaxis.set_major_locator(matplotlib.ticker.MaxNLocator(7, integer=True))
+        ax.yaxis.set_major_formatter(lambda y, _: f"$10^{{{y:.0f}}}$")
+        ax.grid(alpha=0.25, linewidth=0.6)
+        ax.spines[["top", "right"]].set_visible(False)
+    fig.tight_layout()
+    fig.savefig(path)
+    plt.close(fig)
+
+
+def settings(argv):
+    """-> namespace, list of lengths. Raises ValueError."""
+    c = SimpleNamespace(**configure(DEFAULTS, [a + "=True" if a == "--figure" else a for a in argv], CHOICES, train.REFUSED))
+    train.settings([f"--{k}={getattr(c, k)}" for k in train.DEFAULTS])  # its checks
+    try:
+        lengths = sorted({int(x) for x in c.lengths.split(",")})
+    except ValueError:
+        raise ValueError(f"lengths must be whole numbers with commas between, got {c.lengths!r}") from None
+    if lengths[0] < 1 or c.resamples < 100 or c.prompts < 2 or not c.out:
+        raise ValueError("lengths must be at least 1, resamples at least 100, prompts at least 2 (they are resampled), out a folder")
+    if c.device == "auto":
+        c.device = "cuda" if torch.cuda.is_available() else "cpu"
+    if c.device.startswith("cuda") and not torch.cuda.is_available():
+        raise ValueError(f"device={c.device} was asked for, but torch finds no CUDA")
+    if c.dtype == "auto":
+        c.dtype = "bfloat16" if c.device.startswith("cuda") else "float32"
+    return c, lengths
+
+
+def run(c, lengths):
+    """-> everything that goes to variance.json"""
+    folder = find_checkpoint(c.model)
+    tok = Tokenizer(folder)
+    net = Transformer.from_pretrained(folder, device=c.device, dtype=getattr(torch, c.dtype))
+    net.vocab_used = min(len(tok), net.config.vocab_size)
+    ids = train.Problems(c, tok).get("train", range(c.prompts))[1]
+    room = net.config.max_pos - max(map(len, ids))
+    if lengths[-1] > room:
+        print(f"left out: {', '.join(str(n) for n in lengths if n > room)} tokens, which with the prompt exceed the context of {net.config.max_pos}")
+        lengths = [n for n in lengths if n <= room]
+        if not lengths:
+            raise ValueError("no length fits the model's context")
+    print(f"{folder}, {c.device}, {c.dtype}; {c.task}: {c.prompts} prompts of up to {max(map(len, ids))} tokens x {c.group} samples of {lengths[-1]} "
+          f"tokens, {c.evict} keeps {c.budget} prompt keys; gradients of {c.layers} layers", flush=True)
+    raw = measure(net, ids, c, lengths)
+    parameters = sum(p.numel() for p in (net if c.layers == "all" else net.layers[-1]).parameters())
+    plain = {k: [x.tolist() for x in v] if torch.is_tensor(v[0]) else v for k, v in raw.items() if isinstance(v, list)}
+    plain["log_g"] = {a: [[[y if math.isfinite(y) else None for y in row] for row in x.tolist()] for x in v] for a, v in raw["log_g"].items()}
+    return dict(settings=vars(c), lengths=lengths, parameters=parameters, **summarise(raw, lengths, c.resamples), samples=plain)
+
+
+def main(argv):
+    try:
+        c, lengths = settings(argv)
+        file, picture = (os.path.join(c.out, "variance" + end) for end in (".json", ".png"))
+        if c.figure:
+            with open(file) as f:
+                res = json.load(f)
+        else:
+            os.makedirs(c.out, exist_ok=True)
+            res = run(c, lengths)
+            train.write_text(file, json.dumps(res))
+        print("\n".join(table(res)))
+        figure(res, picture)
+        print(f"\n{file}, {picture}")
+    except (ValueError, OSError) as e:
+        sys.exit(f"error: {e}")
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
