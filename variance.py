@@ -16,7 +16,8 @@ For every length L of `lengths`: variance of W_L, of log W_L, effective sample s
 
 the variance mean |g - mean g|^2 (n / (n - 1)) under five arms: naive (weight 1, p = pi), tis (min(w_t, 2), pi), seq (W_L, pi), sparse_rl
 (grpo.correction, whose normalisation runs over all samples of length L, pi) and shadow (weight 1, p the replayed mu). A is +-1, drawn
-apart from the text, so that no reward's design matters: E g = 0 for every arm and Var g = E |g|^2. It says nothing about bias.
+apart from the text, so that no reward's design matters: E g = 0 for every arm and Var g = E |g|^2. It says nothing about bias: an arm that
+drops its samples has a small variance and no signal, so the mean token weight stands beside it.
 
 Sampled variances of W lie. Once W_L has a heavy tail, n samples miss the few that carry its mean and its variance: the sampled mean
 of W falls below 1, the sampled variance with it, and it may even shrink as L grows. Two remedies, both from samples of pi scored by
@@ -126,10 +127,11 @@ def measure(model, ids, c, lengths):
     log_w, log_w_shadow, log_w_pi = sums(at_mu["dense"], mu.logp_roll), sums(at_mu["shadow"], mu.logp_roll), sums(*at_pi.values())
     sign = torch.randint(0, 2, mu.lengths.shape, generator=torch.Generator().manual_seed(c.seed)) * 2.0 - 1  # (B, G) advantages
     params = list((model if c.layers == "all" else model.layers[-1]).parameters())
-    raw = dict(log_w=[], log_w_shadow=[], log_w_pi=[], log_g_pi=[], log_g={a: [] for a in ARMS}, log_mean={a: [] for a in ARMS})
+    raw = dict(log_w=[], log_w_shadow=[], log_w_pi=[], log_g_pi=[], **{k: {a: [] for a in ARMS} for k in ("log_g", "log_mean", "mean_weight")})
     for n in lengths:
         r, dense = cut(mu, n), at_mu["dense"][..., :n]
-        sq, mean = gradients(model, r, token_weights(dense, r), log_w[..., n - 1], sign, params)
+        weights = token_weights(dense, r)
+        sq, mean = gradients(model, r, weights, log_w[..., n - 1], sign, params)
         sq_pi, _ = gradients(model, cut(pi, n), dict(naive=torch.ones_like(dense)), log_w_pi[..., n - 1], sign, params)
         for name, x in (("log_w", log_w), ("log_w_shadow", log_w_shadow), ("log_w_pi", log_w_pi)):
             raw[name].append(x[..., n - 1])
@@ -137,6 +139,7 @@ def measure(model, ids, c, lengths):
         for a in ARMS:
             raw["log_g"][a].append(sq[a])
             raw["log_mean"][a].append(mean[a])
+            raw["mean_weight"][a].append(weights[a].mean().item() if a in weights else None)
     train.say("")
     return raw
 
@@ -175,7 +178,8 @@ def interval(f, index, *xs):
 
 
 def summarise(raw, lengths, times):
-    """raw: log_w, log_w_shadow (samples of mu), log_w_pi (of pi), log_g[arm], log_g_pi: a list over lengths of (B, G); log_mean[arm]: list.
+    """raw: log_w, log_w_shadow (samples of mu), log_w_pi (of pi), log_g_pi, log_g[arm]: lists over lengths of (B, G); log_mean[arm],
+    mean_weight[arm]: lists over lengths of numbers.
     -> {quantity: {"value", "low", "high": lists over lengths, "slope": {...}}}, natural logs; None where there is no finite number"""
     index, n = resample(len(raw["log_w"][0]), times), raw["log_w"][0].numel()
     number = lambda x: round(float(x), 10) if math.isfinite(x) else None
@@ -193,11 +197,12 @@ def summarise(raw, lengths, times):
         for name, axis in (("per_token", x), ("power", x.log())):
             if ok.sum() > 2:
                 k, r2 = slope(value[ok], axis[ok])
-                out["slope"][name] = dict(zip(("value", "r2", "low", "high"), [number(k), number(r2), *band(slope(many[ok].T, axis[ok])[0])]))
+                ends = band(slope(many[ok].T, axis[ok])[0])
+                out["slope"][name] = dict(value=number(k), r2=number(r2), low=ends[0], high=ends[1])
         return out
 
-    def log_var_g(x, share):  # share: log(n / (n - 1) (1 - |mean g|^2 / mean |g|^2)), of the whole sample
-        return log_mean(x) + share[..., 0]
+    def shrink(q, m):  # from mean |g|^2 to the variance of the whole sample, as a log; the bootstrap takes it as given
+        return math.log(n / (n - 1)) + math.log1p(-math.exp(m - log_mean(q.reshape(-1)).item())) if q.isfinite().any() else 0.0
 
     floor = lambda x: x.mean(-1).expm1().log()  # log of a lower bound of Var W = E W^2 - 1; none where the mean of logs is not positive
     weight = dict(log_var=over_lengths(log_var, raw["log_w"]), log_var_floor=over_lengths(floor, raw["log_w_pi"]),
@@ -206,16 +211,13 @@ def summarise(raw, lengths, times):
                   log_mean=over_lengths(log_mean, raw["log_w"]), log_var_shadow=over_lengths(log_var, raw["log_w_shadow"]))
     gradient = {}
     for a in ARMS:
-        share = [torch.full_like(q, math.log(n / (n - 1)) + math.log1p(-math.exp(m - log_mean(q.reshape(-1)).item())) if q.max() > -math.inf else 0.0)
-                 for q, m in zip(raw["log_g"][a], raw["log_mean"][a])]
-        shadow = raw["log_g"]["shadow"]
-        gradient[a] = dict(log_var=over_lengths(log_var_g, raw["log_g"][a], share),
-                           log_ratio=over_lengths(lambda x, y: log_mean(x) - log_mean(y), raw["log_g"][a], shadow),
-                           alive=[number(q.isfinite().double().mean()) for q in raw["log_g"][a]],
-                           mean_share=[number(math.exp(m - log_mean(q.reshape(-1)).item())) if q.max() > -math.inf else None
-                                       for q, m in zip(raw["log_g"][a], raw["log_mean"][a])])
-        gradient[a]["log_var_per_token"] = [None if v is None else number(v - 2 * math.log(l))
-                                            for v, l in zip(gradient[a]["log_var"]["value"], lengths)]
+        log_g, shadow = raw["log_g"][a], raw["log_g"]["shadow"]
+        shrunk = [q + shrink(q, m) for q, m in zip(log_g, raw["log_mean"][a])]
+        gradient[a] = dict(log_var=over_lengths(log_mean, shrunk), mean_weight=raw["mean_weight"][a],
+                           log_ratio=over_lengths(lambda x, y: log_mean(x) - log_mean(y), log_g, shadow),
+                           alive=[number(q.isfinite().double().mean()) for q in log_g])  # share of samples with a gradient
+        gradient[a]["log_var_per_token"] = [None if v is None else number(v - 2 * math.log(length))
+                                            for v, length in zip(gradient[a]["log_var"]["value"], lengths)]
     gradient["seq"]["log_var_floor"] = over_lengths(lambda x: x.mean(-1), [w + g for w, g in zip(raw["log_w_pi"], raw["log_g_pi"])])
     return dict(weight=weight, gradient=gradient)
 
@@ -228,21 +230,26 @@ def table(res):
     n = res["settings"]["prompts"] * res["settings"]["group"]
     ten = lambda v, digits=1: "-" if v is None else f"{v / math.log(10):.{digits}f}"
     span = lambda q, i, digits=1: f"{ten(q['value'][i], digits)} [{ten(q['low'][i], digits)}, {ten(q['high'][i], digits)}]"
-    yield f"sequence weight W, {n} samples; log10 except std and ESS; [95 % bootstrap over prompts]. The floor comes from samples of the learner."
-    yield f"{'tokens':>6} {'Var W, sampled':>26} {'Var W, floor':>24} {'mean W (truth 0)':>24} {'std log W':>10} {'ESS / n':>8} {'Var W, shadow':>14}"
+    yield (f"sequence weight W of {n} samples, as log10 (but std and ESS), with 95 % bootstrap intervals over prompts; the floor, a lower bound "
+           "of the true variance, comes from samples of the learner")
+    yield (f"{'tokens':>6} {'Var W, sampled':>26} {'Var W, floor':>24} {'mean W (truth 0)':>24} {'std of ln W':>12} {'ESS / n':>8} "
+           f"{'Var W, shadow':>14}")
     for i, length in enumerate(lengths):
         yield (f"{length:6d} {span(w['log_var'], i):>26} {span(w['log_var_floor'], i):>24} {span(w['log_mean'], i):>24} "
-               f"{math.sqrt(w['var_log']['value'][i]):10.2f} {math.exp(w['log_ess']['value'][i]):8.3f} {ten(w['log_var_shadow']['value'][i]):>14}")
-    yield f"\nlog10 of the variance of the gradient estimate ({res['parameters']:,} parameters, sum over tokens); in brackets: times shadow's, as a factor"
-    yield f"{'tokens':>6} " + " ".join(f"{a:>18}" for a in ARMS) + f" {'seq, floor':>11} {'sparse_rl keeps':>16}"
+               f"{math.sqrt(w['var_log']['value'][i]):12.2f} {math.exp(w['log_ess']['value'][i]):8.3f} {ten(w['log_var_shadow']['value'][i]):>14}")
+    yield (f"\nvariance of the gradient estimate ({res['parameters']:,} parameters, sum over tokens), as log10; in brackets, times shadow's; "
+           "mean token weight")
+    yield (f"{'tokens':>6} " + " ".join(f"{a:>18}" for a in ARMS) + f" {'seq, floor':>11} {'weight: tis':>12} {'sparse_rl':>10} "
+           f"{'sparse_rl keeps':>16}")
     factor = lambda v: "0" if v is None else f"{math.exp(v):.3g}" if abs(v) < 500 else f"1e{v / math.log(10):.0f}"
+    cell = lambda a, i: f"{ten(g[a]['log_var']['value'][i], 2)} ({factor(g[a]['log_ratio']['value'][i])})"
     for i, length in enumerate(lengths):
-        yield (f"{length:6d} " + " ".join(f"{ten(g[a]['log_var']['value'][i], 2) + ' (' + factor(g[a]['log_ratio']['value'][i]) + ')':>18}" for a in ARMS)
-               + f" {ten(g['seq']['log_var_floor']['value'][i]):>11} {g['sparse_rl']['alive'][i]:16.2f}")
-    yield "\nslope of log variance: nats per token (straight against L) | power (straight against log L); r2 of each line"
+        yield (f"{length:6d} " + " ".join(f"{cell(a, i):>18}" for a in ARMS) + f" {ten(g['seq']['log_var_floor']['value'][i]):>11} "
+               f"{g['tis']['mean_weight'][i]:12.3f} {g['sparse_rl']['mean_weight'][i]:10.3f} {g['sparse_rl']['alive'][i]:16.2f}")
+    yield "\nslope of ln variance: nats per token (straight against L) | power of L (straight against ln L; per token: 2 less); r2 of each line"
     rows = [("W, sampled", w["log_var"]), ("W, floor", w["log_var_floor"]), ("W, shadow", w["log_var_shadow"])]
     rows += [(f"gradient, {a}", g[a]["log_var"]) for a in ARMS] + [("gradient, seq, floor", g["seq"]["log_var_floor"])]
-    show = lambda s: "-" if not s or s["value"] is None else f"{s['value']:8.4f} [{s['low']:.4f}, {s['high']:.4f}] r2 {s['r2'] or 0:.2f}"
+    show = lambda s: f"{s['value']:8.4f} [{s['low']:.4f}, {s['high']:.4f}] r2 {s['r2'] or 0:.2f}" if s and s["value"] is not None else "-"
     for name, q in rows:
         yield f"{name:>20}: {show(q['slope'].get('per_token')):>42} | {show(q['slope'].get('power')):>42}"
 
@@ -262,46 +269,56 @@ def figure(res, path):
     ten, lengths = math.log(10), res["lengths"]
     fig, (left, right) = plt.subplots(1, 2, figsize=(9, 4.3), dpi=200)
 
-    def line(ax, q, key, lw=1.8):
-        """-> last point drawn, or None"""
-        rows = [(x, *(z / ten for z in v)) for x, *v in zip(lengths, q["value"], q["low"], q["high"]) if None not in v]
-        if rows:
+    def draw(ax, lines):
+        """lines: (quantity, colour key, label). Labels stand where a line ends or leaves the frame, pushed apart at the right edge."""
+        edge = []
+        for q, key, text in lines:
+            rows = [(x, *(z / ten for z in v)) for x, *v in zip(lengths, q["value"], q["low"], q["high"]) if None not in v]
+            if not rows:
+                continue
             x, y, low, high = zip(*rows)
-            ax.plot(x, y, color=STYLE[key][0], linestyle=STYLE[key][1], linewidth=lw)
-            ax.fill_between(x, low, high, color=STYLE[key][0], alpha=0.18, linewidth=0)
-            return x[-1], y[-1]
-
-    def labels(ax, ends, gap=0.052):
-        """Names at line ends, pushed apart so that none covers another; gap as a share of the axis."""
-        low, high = ax.get_ylim()
-        at = sorted(([min(max((y - low) / (high - low), 0.02), 0.98), text, key] for (_, y), text, key in ends))
-        for i in range(1, len(at)):
-            at[i][0] = max(at[i][0], at[i - 1][0] + gap * (1 + at[i - 1][1].count("\n")))
-        over = max(0.0, at[-1][0] - 0.98) if at else 0.0
-        for y, text, key in reversed(at):
-            ax.text(1.02, y - over, text, color=STYLE[key][0], transform=ax.transAxes, va="center", fontsize=8.5, linespacing=0.95)
+            ax.plot(x, y, color=STYLE[key][0], linestyle=STYLE[key][1], linewidth=1.8)
+            ax.fill_between(x, low, high, color=STYLE[key][0], alpha=0.16, linewidth=0)
+            at = (ax.transData + ax.transAxes.inverted()).transform(list(zip(x, y)))  # in the frame's coordinates
+            out = next((i for i in range(1, len(at)) if not 0 <= at[i][1] <= 1), None)
+            if out is None and at[-1][0] > 0.9:
+                edge.append([at[-1][1], text, key])
+                continue
+            (u, v), put = at[-1], "center"
+            if out is not None:
+                (u0, v0), (u1, v1) = at[out - 1:out + 1]
+                v, put = (1.0, "top") if v1 > 1 else (0.0, "bottom")
+                u = u0 + (u1 - u0) * (v - v0) / (v1 - v0)
+            ax.text(u + 0.03, v + (0.01 if put == "bottom" else 0), text, color=STYLE[key][0], transform=ax.transAxes, va=put, fontsize=8.5)
+        edge.sort()
+        for i in range(1, len(edge)):
+            edge[i][0] = max(edge[i][0], edge[i - 1][0] + (0.1 if "\n" in edge[i][1] + edge[i - 1][1] else 0.055))
+        for v, text, key in edge:
+            ax.text(0.975, v, text, color=STYLE[key][0], transform=ax.transAxes, va="center", fontsize=8.5)
 
     w, g = res["weight"], res["gradient"]
-    ends = [(line(left, w["log_var"], "seq"), "as sampled", "seq"), (line(left, w["log_var_floor"], "floor"), "lower bound\nof the truth", "floor"),
-            (line(left, w["log_var_shadow"], "shadow"), "shadow\n(rounding)", "shadow")]
+    values = lambda *qs: [v / ten for q in qs for k in ("value", "low", "high") for v in q[k] if v is not None]
+    every = values(w["log_var"], w["log_var_floor"], w["log_var_shadow"])
+    left.set_ylim(min(every), max(every))
+    left.set_xlim(0, lengths[-1] * 1.06)
     left.set_xlabel("response length L (tokens)")
     left.set_title("Variance of the sequence weight $W_L$", fontsize=10)
-    labels(left, [e for e in ends if e[0]])
-    ends = [(line(right, g[a]["log_var"], a), "seq,\nas sampled" if a == "seq" else a, a) for a in ARMS]
-    ends.append((line(right, g["seq"]["log_var_floor"], "floor"), "seq, lower\nbound", "floor"))
-    plain = [v / ten for a in ARMS if a != "seq" for v in g[a]["log_var"]["value"] if v is not None]
-    right.set_ylim(min(plain) - 1.5, max(plain) + 4)  # seq leaves the frame: its exponent has hundreds of digits' worth of room
+    plain = values(*(g[a]["log_var"] for a in ("naive", "tis", "shadow")))
+    right.set_ylim(min(plain) - 2.5, max(plain) + 2.5)  # seq leaves the frame: it would press all others flat
     right.set_xscale("log", base=2)
+    right.set_xlim(lengths[0], lengths[-1] * (lengths[-1] / lengths[0]) ** 0.06)
     right.set_xticks(lengths, lengths)
     right.set_xlabel("response length L (tokens, logarithmic)")
     right.set_title("Variance of the gradient estimate (nats$^2$)", fontsize=10)
-    labels(right, [e for e in ends if e[0]])
+    fig.tight_layout(rect=(0, 0, 0.93, 1), w_pad=6.5)  # before the labels, which lie outside the frames
+    draw(left, [(w["log_var_floor"], "floor", "dense learner,\nlower bound"), (w["log_var"], "seq", "dense learner,\nas sampled"),
+                (w["log_var_shadow"], "shadow", "shadow: 0 but\nfor rounding")])
+    draw(right, [(g["seq"]["log_var_floor"], "floor", "seq, lower bound"), *((g[a]["log_var"], a, "seq, as sampled" if a == "seq" else a) for a in ARMS)])
     for ax in (left, right):
         ax.yaxis.set_major_locator(matplotlib.ticker.MaxNLocator(7, integer=True))
         ax.yaxis.set_major_formatter(lambda y, _: f"$10^{{{y:.0f}}}$")
         ax.grid(alpha=0.25, linewidth=0.6)
         ax.spines[["top", "right"]].set_visible(False)
-    fig.tight_layout()
     fig.savefig(path)
     plt.close(fig)
 
