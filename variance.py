@@ -16,8 +16,9 @@ For every length L of `lengths`: variance of W_L, of log W_L, effective sample s
 
 the variance mean |g - mean g|^2 (n / (n - 1)) under five arms: naive (weight 1, p = pi), tis (min(w_t, 2), pi), seq (W_L, pi), sparse_rl
 (grpo.correction, whose normalisation runs over all samples of length L, pi) and shadow (weight 1, p the replayed mu). A is +-1, drawn
-apart from the text, so that no reward's design matters: E g = 0 for every arm and Var g = E |g|^2. It says nothing about bias: an arm that
-drops its samples has a small variance and no signal, so the mean token weight stands beside it.
+apart from the text, so that no reward's design matters: E g = 0 for every arm and Var g = E |g|^2. Shadow's terms have mean 0 whatever
+came before (a score under its own policy), so its variance should grow like L; those of naive need not, so its should grow faster. Bias
+is not measured: an arm that drops its samples has a small variance and no signal, so the mean token weight stands beside it.
 
 Sampled variances of W lie. Once W_L has a heavy tail, n samples miss the few that carry its mean and its variance: the sampled mean
 of W falls below 1, the sampled variance with it, and it may even shrink as L grows. Two remedies, both from samples of pi scored by
@@ -50,12 +51,12 @@ from model import Transformer, find_checkpoint
 from rollout import generate
 from tokenizer import Tokenizer
 
-DEFAULTS = dict(train.DEFAULTS, prompts=8,     # all keys of train.py, so that its config files serve; those of the optimizer do nothing here
-                lengths="2,4,8,16,32,64,128,256,512",  # tokens
-                layers="all",       # gradient with respect to all parameters, or to those of the last block
-                resamples=1000,     # of the bootstrap
-                out="out-variance",  # folder for variance.json and variance.png
-                figure=False)       # draw only
+DEFAULTS = dict(train.DEFAULTS, prompts=8,            # train.py's keys, so that its config files serve; its learner's do nothing here
+                lengths="2,4,8,16,32,64,128,256,512",  # tokens; what does not fit the model's context is left out
+                layers="all",                         # all: gradient with respect to all parameters; last: to those of the last block
+                resamples=1000,                       # of the bootstrap; 100 and more
+                out="out-variance",                   # folder for variance.json and variance.png
+                figure=False)                         # print and draw again from variance.json
 CHOICES = dict(train.CHOICES, layers=["all", "last"])
 ARMS = dict(naive="dense", tis="dense", seq="dense", sparse_rl="dense", shadow="shadow")  # whose gradient each arm takes
 
@@ -116,10 +117,8 @@ def gradients(model, rollout, weights, log_w, sign, params):
 def measure(model, ids, c, lengths):
     """Roll out once, score, differentiate. -> per-sample numbers by length, fp64: see summarise"""
     keep = (c.budget, c.window, c.sinks)
-    say_s = lambda what: train.say(f"sampling {c.prompts} x {c.group} responses of {lengths[-1]} tokens: {what}")
-    say_s("mu")
+    train.say(f"sampling {c.prompts} x {c.group} responses of {lengths[-1]} tokens twice, from mu and from pi")
     mu = generate(model, ids, c.group, lengths[-1], c.temperature, c.evict, *keep, seed=c.seed, pool=c.pool)
-    say_s("pi")
     pi = generate(model, ids, c.group, lengths[-1], c.temperature, "none", *keep, seed=c.seed + 1, pool=c.pool)
     pi.kept = mu.kept  # mu scores what pi drew
     at_mu, at_pi = score(model, mu), score(model, pi)
@@ -127,7 +126,8 @@ def measure(model, ids, c, lengths):
     log_w, log_w_shadow, log_w_pi = sums(at_mu["dense"], mu.logp_roll), sums(at_mu["shadow"], mu.logp_roll), sums(*at_pi.values())
     sign = torch.randint(0, 2, mu.lengths.shape, generator=torch.Generator().manual_seed(c.seed)) * 2.0 - 1  # (B, G) advantages
     params = list((model if c.layers == "all" else model.layers[-1]).parameters())
-    raw = dict(log_w=[], log_w_shadow=[], log_w_pi=[], log_g_pi=[], **{k: {a: [] for a in ARMS} for k in ("log_g", "log_mean", "mean_weight")})
+    raw = dict(log_w=[], log_w_shadow=[], log_w_pi=[], log_g_pi=[])
+    raw |= {k: {a: [] for a in ARMS} for k in ("log_g", "log_mean", "mean_weight")}
     for n in lengths:
         r, dense = cut(mu, n), at_mu["dense"][..., :n]
         weights = token_weights(dense, r)
@@ -172,8 +172,8 @@ def resample(prompts, times, seed=0):
     return torch.randint(0, prompts, (times, prompts), generator=torch.Generator().manual_seed(seed))
 
 
-def interval(f, index, *xs):
-    """f of samples (B, G), with its 95 % bootstrap interval. f maps (..., n) to (...). -> value, resampled values (times,)"""
+def bootstrap(f, index, *xs):
+    """f, which maps (..., n) to (...), of samples (B, G) and of samples whose prompts are drawn by index (times, B). -> (), (times,)"""
     return f(*(x.reshape(-1) for x in xs)), f(*(x[index].flatten(1) for x in xs))
 
 
@@ -186,7 +186,7 @@ def summarise(raw, lengths, times):
     x = torch.tensor(lengths, dtype=torch.float64)
 
     def over_lengths(f, *series):
-        value, many = map(torch.stack, zip(*(interval(f, index, *xs) for xs in zip(*series))))  # (lengths,), (lengths, times)
+        value, many = map(torch.stack, zip(*(bootstrap(f, index, *xs) for xs in zip(*series))))  # (lengths,), (lengths, times)
 
         def band(y):  # resamples without a finite value (all dropped) are left out
             y = y[y.isfinite()]
@@ -205,10 +205,10 @@ def summarise(raw, lengths, times):
         return math.log(n / (n - 1)) + math.log1p(-math.exp(m - log_mean(q.reshape(-1)).item())) if q.isfinite().any() else 0.0
 
     floor = lambda x: x.mean(-1).expm1().log()  # log of a lower bound of Var W = E W^2 - 1; none where the mean of logs is not positive
-    weight = dict(log_var=over_lengths(log_var, raw["log_w"]), log_var_floor=over_lengths(floor, raw["log_w_pi"]),
-                  log_second_moment_pi=over_lengths(log_mean, raw["log_w_pi"]), kl_pi_mu=over_lengths(lambda x: x.mean(-1), raw["log_w_pi"]),
-                  var_log=over_lengths(lambda x: x.var(-1), raw["log_w"]), log_ess=over_lengths(log_ess, raw["log_w"]),
-                  log_mean=over_lengths(log_mean, raw["log_w"]), log_var_shadow=over_lengths(log_var, raw["log_w_shadow"]))
+    at_mu = dict(log_var=log_var, var_log=lambda x: x.var(-1), log_ess=log_ess, log_mean=log_mean)
+    at_pi = dict(log_var_floor=floor, kl_pi_mu=lambda x: x.mean(-1), log_second_moment_pi=log_mean)  # the last: sampled, E_pi W
+    weight = {k: over_lengths(f, raw["log_w"]) for k, f in at_mu.items()} | {k: over_lengths(f, raw["log_w_pi"]) for k, f in at_pi.items()}
+    weight["log_var_shadow"] = over_lengths(log_var, raw["log_w_shadow"])
     gradient = {}
     for a in ARMS:
         log_g, shadow = raw["log_g"][a], raw["log_g"]["shadow"]
@@ -229,16 +229,17 @@ def table(res):
     w, g, lengths = res["weight"], res["gradient"], res["lengths"]
     n = res["settings"]["prompts"] * res["settings"]["group"]
     ten = lambda v, digits=1: "-" if v is None else f"{v / math.log(10):.{digits}f}"
-    span = lambda q, i, digits=1: f"{ten(q['value'][i], digits)} [{ten(q['low'][i], digits)}, {ten(q['high'][i], digits)}]"
-    yield (f"sequence weight W of {n} samples, as log10 (but std and ESS), with 95 % bootstrap intervals over prompts; the floor, a lower bound "
-           "of the true variance, comes from samples of the learner")
-    yield (f"{'tokens':>6} {'Var W, sampled':>26} {'Var W, floor':>24} {'mean W (truth 0)':>24} {'std of ln W':>12} {'ESS / n':>8} "
+    span = lambda q, i: f"{ten(q['value'][i])} [{ten(q['low'][i])}, {ten(q['high'][i])}]"
+    yield (f"sequence weight W of {n} samples, as log10 (but std and ESS), with 95 % bootstrap intervals over prompts; the floor, a lower "
+           "bound of the true variance, comes from samples of the learner")
+    yield (f"{'tokens':>6} {'Var W, sampled':>24} {'Var W, floor':>24} {'mean W (truth 0)':>24} {'std of ln W':>12} {'ESS / n':>8} "
            f"{'Var W, shadow':>14}")
     for i, length in enumerate(lengths):
-        yield (f"{length:6d} {span(w['log_var'], i):>26} {span(w['log_var_floor'], i):>24} {span(w['log_mean'], i):>24} "
-               f"{math.sqrt(w['var_log']['value'][i]):12.2f} {math.exp(w['log_ess']['value'][i]):8.3f} {ten(w['log_var_shadow']['value'][i]):>14}")
-    yield (f"\nvariance of the gradient estimate ({res['parameters']:,} parameters, sum over tokens), as log10; in brackets, times shadow's; "
-           "mean token weight")
+        yield (f"{length:6d} " + " ".join(f"{span(w[q], i):>24}" for q in ("log_var", "log_var_floor", "log_mean"))
+               + f" {math.sqrt(w['var_log']['value'][i]):12.2f} {math.exp(w['log_ess']['value'][i]):8.3f} "
+               f"{ten(w['log_var_shadow']['value'][i]):>14}")
+    yield (f"\nvariance of the gradient estimate ({res['parameters']:,} parameters, sum over tokens), as log10; in brackets, times "
+           "shadow's; mean token weight")
     yield (f"{'tokens':>6} " + " ".join(f"{a:>18}" for a in ARMS) + f" {'seq, floor':>11} {'weight: tis':>12} {'sparse_rl':>10} "
            f"{'sparse_rl keeps':>16}")
     factor = lambda v: "0" if v is None else f"{math.exp(v):.3g}" if abs(v) < 500 else f"1e{v / math.log(10):.0f}"
@@ -246,10 +247,11 @@ def table(res):
     for i, length in enumerate(lengths):
         yield (f"{length:6d} " + " ".join(f"{cell(a, i):>18}" for a in ARMS) + f" {ten(g['seq']['log_var_floor']['value'][i]):>11} "
                f"{g['tis']['mean_weight'][i]:12.3f} {g['sparse_rl']['mean_weight'][i]:10.3f} {g['sparse_rl']['alive'][i]:16.2f}")
-    yield "\nslope of ln variance: nats per token (straight against L) | power of L (straight against ln L; per token: 2 less); r2 of each line"
+    yield ("\nslope of ln variance: nats per token (straight against L) | power of L (straight against ln L; per token: 2 less); "
+           "r2 of each line")
     rows = [("W, sampled", w["log_var"]), ("W, floor", w["log_var_floor"]), ("W, shadow", w["log_var_shadow"])]
     rows += [(f"gradient, {a}", g[a]["log_var"]) for a in ARMS] + [("gradient, seq, floor", g["seq"]["log_var_floor"])]
-    show = lambda s: f"{s['value']:8.4f} [{s['low']:.4f}, {s['high']:.4f}] r2 {s['r2'] or 0:.2f}" if s and s["value"] is not None else "-"
+    show = lambda s: f"{s['value']:.4f} [{s['low']:.4f}, {s['high']:.4f}] r2 {s['r2']:.2f}" if s and None not in s.values() else "-"
     for name, q in rows:
         yield f"{name:>20}: {show(q['slope'].get('per_token')):>42} | {show(q['slope'].get('power')):>42}"
 
@@ -265,7 +267,7 @@ def figure(res, path):
         matplotlib.use("Agg")
         import matplotlib.pyplot as plt
     except ImportError:
-        raise ValueError("the figure needs matplotlib: pip install matplotlib, then --figure draws from the numbers that were saved") from None
+        raise ValueError("the figure needs matplotlib (pip install matplotlib); --figure then draws it from the numbers saved") from None
     ten, lengths = math.log(10), res["lengths"]
     fig, (left, right) = plt.subplots(1, 2, figsize=(9, 4.3), dpi=200)
 
@@ -313,7 +315,10 @@ def figure(res, path):
     fig.tight_layout(rect=(0, 0, 0.93, 1), w_pad=6.5)  # before the labels, which lie outside the frames
     draw(left, [(w["log_var_floor"], "floor", "dense learner,\nlower bound"), (w["log_var"], "seq", "dense learner,\nas sampled"),
                 (w["log_var_shadow"], "shadow", "shadow: 0 but\nfor rounding")])
-    draw(right, [(g["seq"]["log_var_floor"], "floor", "seq, lower bound"), *((g[a]["log_var"], a, "seq, as sampled" if a == "seq" else a) for a in ARMS)])
+    name = {a: a for a in ARMS} | dict(seq="seq, as sampled")
+    if None in g["sparse_rl"]["log_var"]["value"]:
+        name["sparse_rl"] = "sparse_rl (then it\ndrops every sample)"
+    draw(right, [(g["seq"]["log_var_floor"], "floor", "seq, lower bound"), *((g[a]["log_var"], a, name[a]) for a in ARMS)])
     for ax in (left, right):
         ax.yaxis.set_major_locator(matplotlib.ticker.MaxNLocator(7, integer=True))
         ax.yaxis.set_major_formatter(lambda y, _: f"$10^{{{y:.0f}}}$")
@@ -351,16 +356,18 @@ def run(c, lengths):
     ids = train.Problems(c, tok).get("train", range(c.prompts))[1]
     room = net.config.max_pos - max(map(len, ids))
     if lengths[-1] > room:
-        print(f"left out: {', '.join(str(n) for n in lengths if n > room)} tokens, which with the prompt exceed the context of {net.config.max_pos}")
+        print(f"left out: {', '.join(str(n) for n in lengths if n > room)} tokens, which with the prompt exceed the model's context of "
+              f"{net.config.max_pos}")
         lengths = [n for n in lengths if n <= room]
         if not lengths:
             raise ValueError("no length fits the model's context")
-    print(f"{folder}, {c.device}, {c.dtype}; {c.task}: {c.prompts} prompts of up to {max(map(len, ids))} tokens x {c.group} samples of {lengths[-1]} "
-          f"tokens, {c.evict} keeps {c.budget} prompt keys; gradients of {c.layers} layers", flush=True)
+    print(f"{folder}, {c.device}, {c.dtype}; {c.task}: {c.prompts} prompts of up to {max(map(len, ids))} tokens x {c.group} samples of "
+          f"{lengths[-1]} tokens, temperature {c.temperature}; evict {c.evict}, budget {c.budget}; gradients of {c.layers}", flush=True)
     raw = measure(net, ids, c, lengths)
     parameters = sum(p.numel() for p in (net if c.layers == "all" else net.layers[-1]).parameters())
     plain = {k: [x.tolist() for x in v] if torch.is_tensor(v[0]) else v for k, v in raw.items() if isinstance(v, list)}
-    plain["log_g"] = {a: [[[y if math.isfinite(y) else None for y in row] for row in x.tolist()] for x in v] for a, v in raw["log_g"].items()}
+    finite = lambda row: [y if math.isfinite(y) else None for y in row]
+    plain["log_g"] = {a: [[finite(row) for row in x.tolist()] for x in v] for a, v in raw["log_g"].items()}
     return dict(settings=vars(c), lengths=lengths, parameters=parameters, **summarise(raw, lengths, c.resamples), samples=plain)
 
 

@@ -4,6 +4,7 @@ variance.py: gradients and weights against computations by hand, the statistics 
 import json
 import math
 import os
+from dataclasses import replace
 
 import pytest
 import torch
@@ -14,7 +15,6 @@ from rollout import generate
 from shadow_attn import shadow_attention
 from test_rollout import SMALL, prompts, toy
 
-ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 R = 10
 
 
@@ -110,6 +110,27 @@ def test_without_eviction_all_arms_agree(model):
     assert all((sq[arm] - sq["shadow"]).abs().max() > 0.1 for arm in variance.ARMS if arm != "shadow")  # with eviction they differ
 
 
+def test_floor_against_all_responses():
+    """Vocabulary 12, 2 tokens: all 144 responses, so E W = 1 and Var W are exact. Samples of pi, scored by mu through mu's log, give
+    the floor; the floor is below the variance, and here, where the tail is light, samples of mu find the variance too."""
+    model = toy(vocab_size=12)
+    p = [[t % 12 for t in prompts(60)[0]]]
+    mu = generate(model, p, 3000, 2, evict="snapkv", seed=1, **SMALL)
+    pi = generate(model, p, 3000, 2, evict="none", seed=2, **SMALL)
+    pi.kept = mu.kept
+    tokens = torch.cartesian_prod(torch.arange(12), torch.arange(12))[None]  # (1, 144, 2)
+    every = replace(mu, tokens=tokens, lengths=mu.lengths[:, :144], until=mu.until[:, :, :, :144])
+    s = {k: x.double().sum(-1)[0] for k, x in variance.score(model, replace(every, logp_roll=mu.logp_roll[:, :144])).items()}
+    log_w, p_mu, p_pi = s["dense"] - s["shadow"], s["shadow"].exp(), s["dense"].exp()
+    assert math.isclose(p_mu.sum(), 1, abs_tol=1e-5) and math.isclose((p_mu * log_w.exp()).sum(), 1, abs_tol=1e-5)
+    exact, kl = (p_mu * log_w.exp() ** 2).sum() - 1, (p_pi * log_w).sum()
+    assert 0.05 < kl.expm1() < exact
+    of_pi, of_mu = (variance.score(model, x) for x in (pi, mu))
+    drawn = (of_pi["dense"] - of_pi["shadow"]).double().sum(-1)
+    assert abs(drawn.mean() - kl) < 0.1 * kl + 0.02
+    assert abs((of_mu["dense"] - mu.logp_roll).double().sum(-1).exp().mean() - 1) < 0.2
+
+
 def test_log_statistics():
     x = torch.randn(5, 40, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
     assert torch.allclose(variance.log_var(x), x.exp().var(-1).log())
@@ -133,7 +154,7 @@ def test_bootstrap_covers():
     g, hits = torch.Generator().manual_seed(0), 0
     for _ in range(200):
         x = 3 + torch.randn(40, 1, generator=g) + torch.randn(40, 4, generator=g)
-        _, many = variance.interval(lambda x: x.mean(-1), variance.resample(40, 400), x)
+        _, many = variance.bootstrap(lambda x: x.mean(-1), variance.resample(40, 400), x)
         low, high = many.quantile(torch.tensor([0.025, 0.975]))
         hits += low <= 3 <= high
     assert 0.88 * 200 <= hits <= 0.99 * 200
@@ -145,7 +166,8 @@ def synthetic(lengths, rate, prompts=64, group=16):
     noise = [step(prompts, group) for _ in lengths]
     log_w = [rate ** 0.5 * n ** 0.5 * z - rate * n / 2 for n, z in zip(lengths, noise)]
     log_g = [(n * step(prompts, group, 50).pow(2).sum(-1)).log() for n in lengths]
-    raw = dict(log_w=log_w, log_w_shadow=[0 * z for z in noise], log_w_pi=[rate ** 0.5 * n ** 0.5 * z + rate * n / 2 for n, z in zip(lengths, noise)],
+    log_w_pi = [x + rate * n for n, x in zip(lengths, log_w)]  # the same normal, tilted by W
+    raw = dict(log_w=log_w, log_w_shadow=[0 * z for z in noise], log_w_pi=log_w_pi,
                log_g_pi=log_g, log_g={a: log_g for a in variance.ARMS},
                log_mean={a: [-50.0] * len(lengths) for a in variance.ARMS}, mean_weight={a: [1.0] * len(lengths) for a in variance.ARMS})
     raw["log_g"] = raw["log_g"] | dict(sparse_rl=[torch.full_like(z, -math.inf) for z in noise])  # all dropped
@@ -171,7 +193,7 @@ def test_command_line(tmp_path, capsys):
     out = str(tmp_path / "out")
     args = ["--prompts=2", "--group=2", "--lengths=2,3,4,5000", "--layers=last", "--device=cpu", "--resamples=100", f"--out={out}"]
     pytest.importorskip("matplotlib")
-    variance.main(args[:-2] + ["--resamples=100", f"--out={out}", "--temperature=1"])
+    variance.main(args)
     printed = capsys.readouterr().out
     assert "left out: 5000 tokens" in printed and "gradient, shadow" in printed
     res = json.load(open(os.path.join(out, "variance.json")))
@@ -179,7 +201,8 @@ def test_command_line(tmp_path, capsys):
     os.remove(os.path.join(out, "variance.png"))
     variance.main(["--figure", f"--out={out}"])
     assert os.path.getsize(os.path.join(out, "variance.png")) > 10_000
-    for bad, word in (("--lengths=4,x", "lengths"), ("--layers=first", "layers"), ("--figures=1", "figure"), ("--group=1", "group"), ("--lengths=4000", "fits")):
+    for bad, word in (("--lengths=4,x", "lengths"), ("--layers=first", "layers"), ("--figures=1", "figure"), ("--group=1", "group"),
+                      ("--lengths=4000", "fits")):
         with pytest.raises(SystemExit) as e:
-            variance.main(args[:2] + ["--device=cpu", f"--out={out}", bad])
+            variance.main([*args, bad])
         assert word in str(e.value) and "\n" not in str(e.value)
