@@ -312,7 +312,7 @@ def figure(res, path):
     right.set_xticks(lengths, lengths)
     right.set_xlabel("response length L (tokens, logarithmic)")
     right.set_title("Variance of the gradient estimate (nats$^2$)", fontsize=10)
-    fig.tight_layout(rect=(0, 0, 0.93, 1), w_pad=6.5)  # before the labels, which lie outside the frames
+    fig.tight_layout(rect=(0, 0, 0.93, 1), w_pad=8)  # before the labels, which lie outside the frames
     draw(left, [(w["log_var_floor"], "floor", "dense learner,\nlower bound"), (w["log_var"], "seq", "dense learner,\nas sampled"),
                 (w["log_var_shadow"], "shadow", "shadow: 0 but\nfor rounding")])
     name = {a: a for a in ARMS} | dict(seq="seq, as sampled")
