@@ -91,7 +91,7 @@ def request(texts, common, seeds):
         args = files + common + options
         c = configs[name] = train.settings(args)
         start = [f"{k}={os.path.basename(str(getattr(c, k)))}" for k in START[:6 if c.evict == "none" else None] if hasattr(c, k)]
-        arms[name] = dict(args=args, seeds=list(range(seeds)), steps=c.steps, start=" ".join(start))
+        arms[name] = dict(args=shlex.join(args), seeds=list(range(seeds)), steps=c.steps, start=" ".join(start))
     return arms, configs
 
 # ---- running ----
@@ -210,7 +210,8 @@ def remember(where, arms):
     """Add arms to where/settings.json, and their seeds to those that it has."""
     old = read_json(where, "settings.json")
     new = {name: {**a, "seeds": sorted({*a["seeds"], *old.get(name, a)["seeds"]})} for name, a in arms.items()}
-    write(os.path.join(where, "settings.json"), json.dumps(old | new, indent=1) + "\n")
+    lines = (f"{json.dumps(name)}: {json.dumps(a)}" for name, a in (old | new).items())
+    write(os.path.join(where, "settings.json"), "{" + ",\n ".join(lines) + "}\n")
 
 
 def load(where, names=()):
@@ -221,7 +222,7 @@ def load(where, names=()):
         match = re.fullmatch(r"([^/]+)(?:/(\d+)/log|-(\d+))\.jsonl", path.replace(os.sep, "/"))
         if match:
             found.setdefault(match[1].replace(",", " "), {})[int(match[2] or match[3])] = os.path.join(where, path)
-    arms |= {name: dict(args=[], seeds=list(found[name]), steps=None) for name in found if name not in arms}
+    arms |= {name: dict(args="", seeds=list(found[name]), steps=None) for name in found if name not in arms}
     for name in names or [None] * (not arms):
         if name not in arms:
             raise ValueError(f"no {name or 'log'} in {where!r}" + f": it holds {', '.join(arms)}" * bool(arms))
@@ -256,7 +257,7 @@ def across(values, worst=False):
 
 
 def small(x):
-    return f"{x:.2g}" if x >= 1e-3 else re.sub("e-0*", "e-", f"{x:.0e}")
+    return f"{x:.2g}" if x >= 1e-3 or not x else re.sub("e-0*", "e-", f"{x:.0e}")
 
 
 def before(arms):
@@ -368,7 +369,7 @@ def figure(arms, path):
         fig, panels = plt.subplot_mosaic("AA;BC" if accept else "AA;BB", figsize=(9, 6), layout="constrained", height_ratios=(1.25, 1))
         ends = {k: [] for k in panels}
         for i, (name, a) in enumerate(arms.items()):
-            look = dict(color=COLOURS[i % len(COLOURS)], ls=STYLES[i % len(STYLES)], lw=1.5)
+            look = dict(color=COLOURS[i % len(COLOURS)], ls=STYLES[(i + i // len(COLOURS)) % len(STYLES)], lw=1.5)
             dodge = 0.004 * steps * (i - (len(arms) - 1) / 2)  # dots of one evaluation stand side by side
             x, y, low, high = over_seeds(a, "eval_compressed")
             panels["A"].plot([s + dodge for s in x], y, "o", ms=4, mec="white", mew=0.5, color=look["color"], clip_on=False, zorder=5)
@@ -383,7 +384,7 @@ def figure(arms, path):
                     panels[k].plot(*over_seeds(a, accept, f)[:2], **look | dict(lw=0.8))
         panels["A"].set(ylabel="mean reward", ylim=(0, 1), title=f"reward: line = sampled, mean of the last {LAST} steps; band = least to "
                         f"largest of {seeds} seeds; dot = held out, greedy, compressed cache")
-        panels["B"].set(ylabel="gap (nats)", yscale="log", title=f"gap: mean |log-prob of learner - sampler|, {LAST} steps")
+        panels["B"].set(ylabel="gap (nats)", yscale="log", title=f"gap: mean |log-prob of learner - sampler|, last {LAST} steps")
         panels["B"].minorticks_off()
         if accept:
             panels["C"].set(ylabel="overlap of the two policies", ylim=(0, 1),
@@ -418,7 +419,7 @@ def main(argv):
                 for name, a in arms.items():
                     path = os.path.join(out, folder(name), str(seed))
                     need = decide(path, configs[name])
-                    todo += [(f"{name} seed {seed}", path, [*a["args"], f"--seed={seed}", f"--out_dir={path}", need])] * bool(need)
+                    todo += [(f"{name} seed {seed}", path, [*shlex.split(a["args"]), f"--seed={seed}", f"--out_dir={path}", need])] * bool(need)
             for path in [out] + [path for _, path, _ in todo]:
                 os.makedirs(path, exist_ok=True)
             remember(out, arms)
@@ -429,8 +430,8 @@ def main(argv):
         write(os.path.join(out, "table.md"), text)
         if o["keep"]:
             keep(o["keep"], arms)
-        print("\n" + text)
         figure(arms, os.path.join(out, "ablate.png"))
+        print("\n" + text)
     except (ValueError, OSError) as e:
         raise SystemExit(f"error: {e}")
     raise SystemExit(bool(failed))
