@@ -51,7 +51,7 @@ def parse(argv):
             o["table"] = True
         elif key not in o:
             common.append(arg)
-        elif not value or type(o[key]) is int and not value.isdecimal() or value == "0" or key == "table":
+        elif not value or key == "table" or type(o[key]) is int and not (value.isdecimal() and int(value)):
             raise ValueError(f"{arg}: write --{key}" + {int: "=N, a whole number from 1", str: "=FOLDER", bool: ""}[type(o[key])])
         else:
             mine.add(key)
@@ -143,7 +143,8 @@ def launch(path, args, threads, card):
     env = {**os.environ, "OMP_NUM_THREADS": str(threads)} | ({"CUDA_VISIBLE_DEVICES": card} if card else {})
     with open(os.path.join(path, "train.log"), "ab" if "--resume=True" in args else "wb") as log:
         # a session of its own: Ctrl-C in a terminal reaches only us and is passed on once; twice would make a child quit unsaved
-        return subprocess.Popen([sys.executable, TRAIN, *args], stdin=subprocess.DEVNULL, stdout=log, stderr=log, env=env, start_new_session=True)
+        return subprocess.Popen([sys.executable, TRAIN, *args], stdin=subprocess.DEVNULL, stdout=log, stderr=log, env=env,
+                                start_new_session=True)
 
 
 def report(name, path, code, minutes, stopped):
@@ -262,7 +263,8 @@ def small(x):
 
 def before(arms):
     """Rewards before training. Arms with the same start share a row, as only their learners differ; arms that evict nothing are left
-    out beside others, as theirs is the others' dense reward. -> [(names, with the compressed cache per seed, with the dense cache)]"""
+    out beside others, as theirs is the others' dense reward. -> [(names, with the compressed cache per seed, with the dense cache)],
+    the start that most arms share first"""
     groups = {}
     for name, a in arms.items():
         for seed, log in a["logs"].items():
@@ -272,8 +274,9 @@ def before(arms):
             names[name] = True
             rewards.setdefault(seed, []).append((log[0]["eval_compressed"], log[0]["eval_dense"]))
     evicts = any(evicts for evicts, _ in groups)
-    return [(list(names), *zip(*[map(fmean, zip(*pairs)) for pairs in rewards.values()]))
+    rows = [(list(names), *zip(*[map(fmean, zip(*pairs)) for pairs in rewards.values()]))
             for (e, _), (names, rewards) in groups.items() if e == evicts]
+    return sorted(rows, key=lambda row: -len(row[0]))
 
 
 def table(arms):
@@ -282,7 +285,7 @@ def table(arms):
                f"gap learner - sampler, first and last {LAST} steps", f"acceptance, mean and p05, last {LAST} steps",
                "held-out acceptance, mean and p05", "KV kept", "minutes", "peak GB"]
     starts, missing = before(arms), []
-    rows = [["before training" + f" ({', '.join(names)})" * (len(starts) > 1), "", across(c), across(d)] for names, c, d in starts]
+    rows = [["before training" + f" ({', '.join(names)})" * (i > 0), "", across(c), across(d)] for i, (names, c, d) in enumerate(starts)]
     for name, a in arms.items():
         n, lost = len(a["logs"]), [seed for seed in a["seeds"] if seed not in a["logs"]]
         missing += [f"{name} seed {seed}" for seed in lost]
@@ -364,26 +367,28 @@ def figure(arms, path):
     accept = next((key for key in ("eval_accept", "accept") if any(any(series(a, key)) for a in arms.values())), None)
     seeds = " to ".join(map(str, sorted({min(len(a["logs"]) for a in arms.values()), max(len(a["logs"]) for a in arms.values())})))
     steps = max(log[-1]["step"] for a in arms.values() for log in a["logs"].values())
-    with plt.rc_context({"font.size": 8, "axes.titlesize": 8.5, "axes.titlelocation": "left", "axes.spines.top": False, "axes.spines.right": False,
-                         "axes.grid": True, "grid.color": "#e4e4e4", "grid.linewidth": 0.6, "axes.axisbelow": True}):
+    with plt.rc_context({"font.size": 8, "axes.titlesize": 8.5, "axes.titlelocation": "left", "axes.spines.top": False,
+                         "axes.spines.right": False, "axes.grid": True, "grid.color": "#e4e4e4", "grid.linewidth": 0.6}):
         fig, panels = plt.subplot_mosaic("AA;BC" if accept else "AA;BB", figsize=(9, 6), layout="constrained", height_ratios=(1.25, 1))
         ends = {k: [] for k in panels}
         for i, (name, a) in enumerate(arms.items()):
             look = dict(color=COLOURS[i % len(COLOURS)], ls=STYLES[(i + i // len(COLOURS)) % len(STYLES)], lw=1.5)
             dodge = 0.004 * steps * (i - (len(arms) - 1) / 2)  # dots of one evaluation stand side by side
-            x, y, low, high = over_seeds(a, "eval_compressed")
-            panels["A"].plot([s + dodge for s in x], y, "o", ms=4, mec="white", mew=0.5, color=look["color"], clip_on=False, zorder=5)
+            x, y, *_ = over_seeds(a, "eval_compressed")
+            panels["A"].plot([s + dodge for s in x], y, "osD^"[i // len(COLOURS) % 4], ms=4, mec="white", mew=0.5, color=look["color"],
+                             clip_on=False, zorder=5)
             for k, key, f in (("A", "reward", smooth), ("B", "gap", smooth), ("C", f"{accept}_p05", smooth if accept == "accept" else list)):
                 x, y, low, high = over_seeds(a, key, f)
-                if x and max(y) > 0:
-                    panels[k].plot(x, [v if v > 0 or k != "B" else float("nan") for v in y], **look)
-                    ends[k].append((name, look["color"], [(s, v) for s, v in zip(x, y) if v > 0 or k != "B"][-1]))
-                if x and k == "A":
+                points = [(s, v) for s, v in zip(x, y) if v > 0 or k != "B"]  # 0 has no logarithm
+                if points:
+                    panels[k].plot(*zip(*points), **look)
+                    ends[k].append((name, look["color"], points[-1]))
+                if k == "A":
                     panels[k].fill_between(x, low, high, color=look["color"], alpha=0.10 if len(arms) < 6 else 0.05, lw=0)
-                if x and k == "C":
+                if k == "C":
                     panels[k].plot(*over_seeds(a, accept, f)[:2], **look | dict(lw=0.8))
-        panels["A"].set(ylabel="mean reward", ylim=(0, 1), title=f"reward: line = sampled, mean of the last {LAST} steps; band = least to "
-                        f"largest of {seeds} seeds; dot = held out, greedy, compressed cache")
+        panels["A"].set(ylabel="mean reward", ylim=(0, 1), title=f"reward: line = sampled, mean of the last {LAST} steps; "
+                        + f"band = least to largest of {seeds} seeds; " * (seeds != "1") + "dot = held out, greedy, compressed cache")
         panels["B"].set(ylabel="gap (nats)", yscale="log", title=f"gap: mean |log-prob of learner - sampler|, last {LAST} steps")
         panels["B"].minorticks_off()
         if accept:
