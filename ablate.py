@@ -142,7 +142,7 @@ def cards():
 def launch(path, args, threads, card):
     env = {**os.environ, "OMP_NUM_THREADS": str(threads)} | ({"CUDA_VISIBLE_DEVICES": card} if card else {})
     with open(os.path.join(path, "train.log"), "ab" if "--resume=True" in args else "wb") as log:
-        # a session of its own: Ctrl-C in a terminal reaches only us and is passed on once; twice would make a child quit unsaved
+        # a process group of its own: Ctrl-C in a terminal reaches only us and is passed on once; twice would make a child quit unsaved
         return subprocess.Popen([sys.executable, TRAIN, *args], stdin=subprocess.DEVNULL, stdout=log, stderr=log, env=env,
                                 start_new_session=True)
 
@@ -385,7 +385,7 @@ def figure(arms, path):
                     ends[k].append((name, look["color"], points[-1]))
                 if k == "A":
                     panels[k].fill_between(x, low, high, color=look["color"], alpha=0.10 if len(arms) < 6 else 0.05, lw=0)
-                if k == "C":
+                if k == "C" and x:
                     panels[k].plot(*over_seeds(a, accept, f)[:2], **look | dict(lw=0.8))
         panels["A"].set(ylabel="mean reward", ylim=(0, 1), title=f"reward: line = sampled, mean of the last {LAST} steps; "
                         + f"band = least to largest of {seeds} seeds; " * (seeds != "1") + "dot = held out, greedy, compressed cache")
