@@ -90,7 +90,7 @@ eval_problems = 128
 eval_batch = 128          # problems decoded at once
 save_every = 40           # steps between checkpoints and between samples
 # ---------------------------------------------------------------------------------------------------------------------
-DEFAULTS = {k: v for k, v in globals().items() if isinstance(v, (bool, int, float, str)) and not k.startswith("_")}
+DEFAULTS = {k: v for k, v in globals().items() if isinstance(v, (bool, int, float, str)) and k[0].islower()}  # no constants of other files
 CHOICES = dict(evict=list(EVICT), objective=["grpo", "ppo", "dpo"], learner=["shadow", "dense"], distill_to=["dense", "shadow"],
                correction=["none", "tis", "mis", "sparse_rl"], norm=["sequence", "token", "constant"],
                dtype=["auto", "float32", "bfloat16"])

@@ -123,6 +123,7 @@ def test_kill_leaves_a_whole_checkpoint(tmp_path):
 
 @pytest.mark.parametrize("say, args", [
     ("unknown key 'bugdet'; the nearest is 'budget'", ["--bugdet=32"]),
+    ("unknown key 'HOLD_OUT'", ["--HOLD_OUT=5"]),
     ("budget expects int, got str 'many'", ["--budget=many"]),
     ("budget expects int, got float 32.5", ["--budget=32.5"]),
     ("resume expects bool, got int 1", ["--resume=1"]),
