@@ -191,8 +191,8 @@ def compact(log):
     """What table and figure need of a log, at 6 significant digits. A compact log stays as it is."""
     steps, out = [r for r in log if "reward" in r], []
     for r in log:
-        row = {k: r[k] for k in ("step", "reward", "gap", "gap_max", "weight", "rejected", "accept", "accept_p05", "eval_compressed", "eval_dense", "eval_accept",
-                                 "eval_accept_p05", "seconds") if k in r}
+        row = {k: r[k] for k in ("step", "reward", "gap", "gap_max", "weight", "rejected", "accept", "accept_p05", "eval_compressed",
+                                 "eval_dense", "eval_accept", "eval_accept_p05", "seconds") if k in r}
         if "learn_s" in r:
             row["seconds"] = r["rollout_s"] + r["learn_s"]
         if r is steps[-1]:  # a resumed run counts its peak anew
