@@ -65,7 +65,10 @@ def parse(argv):
 
 def parse_arm(text):
     """'a.py+b.py --key=value' -> name, config files, options. Raises ValueError."""
-    words = shlex.split(text)
+    try:
+        words = shlex.split(text)
+    except ValueError as e:
+        raise ValueError(f"arm {text!r}: {e}") from None
     files = [f for w in words if not w.startswith("--") for f in w.split("+")]
     options = [w for w in words if w.startswith("--")]
     if not files or not all(f.endswith(".py") for f in files):
@@ -99,7 +102,14 @@ def request(texts, common, seeds):
 
 def read(path):
     with open(path, encoding="utf-8") as f:
-        return [json.loads(line) for line in f if line.endswith("\n")]  # a kill may leave half a line
+        lines = [line for line in f if line.endswith("\n")]  # a kill may leave half a line
+    try:
+        rows = [json.loads(line) for line in lines]
+    except ValueError as e:
+        raise ValueError(f"{path}: {e}") from None
+    if not all(isinstance(r, dict) and "step" in r for r in rows):
+        raise ValueError(f"{path} is not a log of train.py")
+    return rows
 
 
 def read_json(*path):
@@ -107,12 +117,27 @@ def read_json(*path):
     if not os.path.exists(os.path.join(*path)):
         return {}
     with open(os.path.join(*path), encoding="utf-8") as f:
-        return json.load(f)
+        try:
+            found = json.load(f)
+        except ValueError as e:
+            raise ValueError(f"{os.path.join(*path)}: {e}") from None
+    if not isinstance(found, dict):
+        raise ValueError(f"{os.path.join(*path)} holds no settings")
+    return found
+
+
+def recorded(where):
+    """What settings.json says: {name of an arm: its arguments, seeds, steps}."""
+    arms = read_json(where, "settings.json")
+    if not all(isinstance(a, dict) and {"args", "seeds", "steps"} <= a.keys() for a in arms.values()):
+        raise ValueError(f"{os.path.join(where, 'settings.json')} holds no settings")
+    return arms
 
 
 def ended(log, steps=None):
-    """Does the log end with the evaluation after the last step?"""
-    return len(log) > 1 and "eval_dense" in log[-1] and log[-2]["step"] + 1 == log[-1]["step"] == (steps or log[-1]["step"])
+    """Does the log hold every step once, in order, and end with the evaluation after the last one?"""
+    done = [r["step"] for r in log if "reward" in r]
+    return len(done) > 0 and "eval_dense" in log[-1] and done == list(range(log[-1]["step"])) and len(done) == (steps or len(done))
 
 
 def decide(path, c):
@@ -209,7 +234,7 @@ def write(path, text):
 
 def remember(where, arms):
     """Add arms to where/settings.json, and their seeds to those that it has."""
-    old = read_json(where, "settings.json")
+    old = recorded(where)
     new = {name: {**a, "seeds": sorted({*a["seeds"], *old.get(name, a)["seeds"]})} for name, a in arms.items()}
     lines = (f"{json.dumps(name)}: {json.dumps(a)}" for name, a in (old | new).items())
     write(os.path.join(where, "settings.json"), "{" + ",\n ".join(lines) + "}\n")
@@ -218,7 +243,7 @@ def remember(where, arms):
 def load(where, names=()):
     """Read OUT/ARM/SEED/log.jsonl and ARM-SEED.jsonl. -> {name: what settings.json holds, with logs: {seed: compact log of a run that
     ended}} in the order of names or of settings.json. Raises ValueError."""
-    arms, found = read_json(where, "settings.json"), {}
+    arms, found = recorded(where), {}
     for path in sorted(os.path.relpath(os.path.join(base, f), where) for base, _, files in os.walk(where) for f in files):
         match = re.fullmatch(r"([^/]+)(?:/(\d+)/log|-(\d+))\.jsonl", path.replace(os.sep, "/"))
         if match:

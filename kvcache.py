@@ -120,7 +120,8 @@ class KVCache:
     config: model.Config. lengths: prompt lengths in tokens. group: samples per prompt. max_new_tokens: longest response.
     evict: a name in EVICT. budget: prompt keys kept per layer and KV head, window and sinks included; a prompt no longer
     than that is kept whole, exactly the dense method. window, sinks: see the head of this file. pool: odd width in keys.
-    response_budget: response keys kept after every `period` steps, window included; None: all.
+    response_budget: response keys kept after every `period` steps, window included; None: all. The votes are those of the last
+    min(window, period) queries, of h2o those of all `period`; they are held beside the cache and `nbytes` does not count them.
     Raises ValueError for settings that cannot mean what they say."""
 
     def __init__(self, config, lengths, group, max_new_tokens, evict="snapkv", budget=256, window=32, sinks=4, pool=7,
@@ -147,7 +148,7 @@ class KVCache:
         self.kept = [[None] * L for _ in range(B)]  # [prompt][layer] -> (nkv, K) kept positions
         self.until = torch.full((L, S, nkv, R), R, device=device, dtype=torch.int32)  # step at which each response key dies; R: never
         if response_budget is not None:  # what choosing among response keys takes
-            n = period if evict in ACCUMULATES else min(window, period)
+            n = max(1, min(period if evict in ACCUMULATES else min(window, period), R - 1))
             self.queries = [new(S, n, config.n_head, hs) for _ in range(L)]  # of the last n steps, step u in row u % n
             self.born = [new(S, nkv, 0, dtype=torch.int64) for _ in range(L)]  # step of each key held at the last eviction
             self.past = [new(S, nkv, 0, dtype=torch.float32) for _ in range(L)]  # and its score so far, of a method that accumulates

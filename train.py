@@ -25,6 +25,11 @@ from types import SimpleNamespace
 
 import torch
 
+try:
+    import fcntl
+except ImportError:  # Windows: two processes with one out_dir go unnoticed
+    fcntl = None
+
 from configurator import configure
 from grpo import (advantages, best_and_worst, correction as correction_weights, dpo_loss, gae, policy_loss, replay, token_scale,
                   value_loss, whiten)
@@ -118,6 +123,8 @@ def settings(argv):
     least = 1 if c.objective == "ppo" else 2
     if c.group < least:
         raise ValueError(f"group must be at least {least}, got {c.group}" + ": samples of one prompt are compared" * (least - 1))
+    if c.correction != "none" and c.evict == "none":
+        raise ValueError(f"correction={c.correction} weighs a sampler that was not the learner, evict=none makes them one and all weights 1")
     if c.correction != "none" and c.learner == "shadow":
         raise ValueError(f"correction={c.correction} weighs a sampler that was not the learner, learner=shadow replays the sampler and all "
                          "weights would be 1: say --learner=dense")
@@ -166,10 +173,28 @@ def read_checkpoint(c):
     return state
 
 
+HELD = {}  # out_dir -> its file descriptor, open until this process ends
+
+
+def hold(out_dir):
+    """Lock out_dir for this process until it ends, however it ends. Raises ValueError if another one has it: two would mix their logs."""
+    where = os.path.realpath(out_dir)
+    if fcntl is None or where in HELD:
+        return
+    folder = os.open(where, os.O_RDONLY)
+    try:
+        fcntl.flock(folder, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        os.close(folder)
+        raise ValueError(f"out_dir {out_dir!r} is in use by another process") from None
+    HELD[where] = folder
+
+
 def prepare_out(c, state):
     """Make out_dir, clear it of an old run if that was asked for, cut the log back to the step that is resumed."""
     path = lambda name: os.path.join(c.out_dir, name)
     os.makedirs(path("model"), exist_ok=True)
+    hold(c.out_dir)
     if not state:
         for name in ("ckpt.pt", "log.jsonl", "samples.txt", "model/model.safetensors"):
             if os.path.lexists(path(name)):
@@ -331,9 +356,8 @@ def append(c, name, text):
         f.write(text)
 
 
-def setup(argv):
-    """Everything that can be wrong with a request is found here, before out_dir is touched. -> what the loop needs"""
-    c = settings(argv)
+def choose_device(c):
+    """Replace "auto" in c.device and c.dtype by what it means here. Raises ValueError for a device that is not there."""
     if c.device == "auto":
         c.device = "cuda" if torch.cuda.is_available() else "cpu"
     kind, _, index = c.device.partition(":")
@@ -345,9 +369,17 @@ def setup(argv):
         torch.cuda.set_device(int(index or 0))  # what is asked below, such as the peak, is asked of the current card
     if c.dtype == "auto":
         c.dtype = "bfloat16" if kind == "cuda" else "float32"
+
+
+def setup(argv):
+    """Everything that can be wrong with a request is found here, before out_dir is touched. -> what the loop needs"""
+    c = settings(argv)
+    choose_device(c)
     path = lambda name: os.path.join(c.out_dir, name)
     if not (c.resume or c.overwrite) and any(os.path.exists(path(name)) for name in ("config.json", "ckpt.pt", "log.jsonl")):
         raise ValueError(f"out_dir {c.out_dir!r} holds another run: say --resume=True, --overwrite=True, or another --out_dir")
+    if os.path.isdir(c.out_dir):
+        hold(c.out_dir)
     state = read_checkpoint(c) if c.resume else None
     folder = find_checkpoint(c.model)
     if os.path.realpath(folder) == os.path.realpath(path("model")):

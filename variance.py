@@ -336,14 +336,12 @@ def settings(argv):
         lengths = sorted({int(x) for x in c.lengths.split(",")})
     except ValueError:
         raise ValueError(f"lengths must be whole numbers with commas between, got {c.lengths!r}") from None
-    if lengths[0] < 1 or c.resamples < 100 or c.prompts < 2 or not c.out:
-        raise ValueError("lengths must be at least 1, resamples at least 100, prompts at least 2 (they are resampled), out a folder")
-    if c.device == "auto":
-        c.device = "cuda" if torch.cuda.is_available() else "cpu"
-    if c.device.startswith("cuda") and not torch.cuda.is_available():
-        raise ValueError(f"device={c.device} was asked for, but torch finds no CUDA")
-    if c.dtype == "auto":
-        c.dtype = "bfloat16" if c.device.startswith("cuda") else "float32"
+    if lengths[0] < 2 or c.resamples < 100 or c.prompts < 2 or not c.out:
+        raise ValueError("lengths must be at least 2 (the first token is dense), resamples at least 100, prompts at least 2 (they are "
+                         "resampled), out a folder")
+    if c.response_budget:
+        raise ValueError("response_budget: variances are measured without eviction of response keys")
+    train.choose_device(c)
     return c, lengths
 
 
@@ -376,8 +374,13 @@ def main(argv):
         c, lengths = settings(argv)
         file, picture = (os.path.join(c.out, "variance" + end) for end in (".json", ".png"))
         if c.figure:
-            with open(file) as f:
-                res = json.load(f)
+            with open(file, encoding="utf-8") as f:
+                try:
+                    res = json.load(f)
+                except ValueError as e:
+                    raise ValueError(f"{file}: {e}") from None
+            if not isinstance(res, dict) or not {"weight", "gradient", "lengths"} <= res.keys():
+                raise ValueError(f"{file} holds no measurement of this program")
         else:
             os.makedirs(c.out, exist_ok=True)
             res = run(c, lengths)

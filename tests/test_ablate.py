@@ -322,3 +322,18 @@ def test_no_figure_without_matplotlib(tmp_path, monkeypatch, capsys):
     put(tmp_path / "a" / "0", made(12))
     assert main("--table", f"--out={tmp_path}") == 0
     assert capsys.readouterr().err == "no figure: it needs matplotlib (pip install matplotlib)\n" and not (tmp_path / "ablate.png").exists()
+
+
+def test_a_log_with_a_step_twice_has_not_ended():
+    log = made(20)
+    assert ablate.ended(log) and ablate.ended(log, 20) and not ablate.ended(log, 21)
+    assert not ablate.ended(log[:-1]) and not ablate.ended(log[:5] + log[4:]) and not ablate.ended(log[:4] + log[5:])
+
+
+@pytest.mark.parametrize("name, text", [("settings.json", "[1]"), ("settings.json", '{"ppo": {}}'), ("settings.json", "{"),
+                                        ("x-0.jsonl", "junk\n"), ("x-0.jsonl", "[]\n"), ("x-0.jsonl", '{"a": 1}\n')])
+def test_damaged_files_are_named(name, text, tmp_path):
+    (tmp_path / name).write_text(text)
+    with pytest.raises(SystemExit) as e:
+        ablate.main(["--table", f"--out={tmp_path}"])
+    assert str(e.value).startswith(f"error: {tmp_path / name}") and "\n" not in str(e.value)

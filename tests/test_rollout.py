@@ -147,6 +147,9 @@ def test_response_storage(model):
         r = generate(model, prompts(100, 100), 3, R, **OWN)
         assert r.kv["kept"] == per_key * (2 * 24 + 2 * 3 * min(R - 1, 15))
     ask = dict(group=2, max_new_tokens=20, seed=2, period=4, **SMALL)
+    for evict in ("h2o", "snapkv"):  # what is held beside the cache is no longer than the response
+        r = generate(model, prompts(40), 2, 6, evict=evict, response_budget=9, period=10**12, **SMALL)
+        assert (r.until == 6).all() and gap(model, r) <= 1e-4
     a, b, c = (generate(model, prompts(40, 33), **ask, response_budget=n) for n in (None, 19, 9))
     assert torch.equal(a.tokens, b.tokens) and torch.equal(a.logp_roll, b.logp_roll) and (b.until == 20).all()
     assert not torch.equal(a.logp_roll, c.logp_roll)

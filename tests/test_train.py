@@ -87,6 +87,23 @@ def test_default_device_on_a_gpu(tmp_path):
     assert first == lines("b") and first != lines("c", "--seed=1") and len(first) == 7
 
 
+def test_one_process_a_folder(tmp_path):
+    """While another process works in out_dir, a run there is refused and leaves it alone; afterwards it may begin."""
+    out = tmp_path / "out"
+    out.mkdir()
+    (out / "log.jsonl").write_text("theirs\n")
+    holder = subprocess.Popen([sys.executable, "-c", f"import train; train.hold({str(out)!r}); print('held', flush=True); input()"], cwd=ROOT,
+                              stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    assert holder.stdout.readline() == "held\n"
+    ask = [*FAST, "--steps=1", f"--out_dir={out}", "--overwrite=True"]
+    p = run(*ask)
+    assert p.returncode == 1 and p.stderr.strip() == f"error: out_dir {str(out)!r} is in use by another process"
+    assert (out / "log.jsonl").read_text() == "theirs\n"
+    holder.kill()  # the lock goes with the process, however it ends
+    holder.wait()
+    assert run(*ask).returncode == 0
+
+
 def test_interrupt_saves_and_resumes(tmp_path):
     out = str(tmp_path / "out")
     p = subprocess.Popen([sys.executable, os.path.join(ROOT, "train.py"), *FAST, "--steps=500", "--eval_every=500", f"--out_dir={out}"],
@@ -142,6 +159,9 @@ def test_kill_leaves_a_whole_checkpoint(tmp_path):
     ("objective must be one of grpo, ppo, dpo, got 'reinforce'", ["--objective=reinforce"]),
     ("correction must be one of none, tis, mis, sparse_rl", ["--correction=vtrace"]),
     ("learner=shadow replays the sampler", ["--correction=tis"]),
+    ("evict=none makes them one", ["config/tis.py", "--evict=none"]),
+    ("response_budget 16 must be above the window of 16", ["--response_budget=16"]),
+    ("period must be at least 1", ["--period=0"]),
     ("which objective=dpo does not have", ["config/tis.py", "--objective=dpo"]),
     ("lam must be between 0 and 1", ["--lam=1.5"]),
     ("beta must be between", ["config/dpo.py", "--beta=0"]),

@@ -206,3 +206,20 @@ def test_command_line(tmp_path, capsys):
         with pytest.raises(SystemExit) as e:
             variance.main([*args, bad])
         assert word in str(e.value) and "\n" not in str(e.value)
+
+
+@pytest.mark.parametrize("argv, says", [
+    (["--lengths=1,8"], "lengths must be at least 2"), (["--lengths=a"], "whole numbers"), (["--device=foo"], "device must be auto"),
+    (["--device=cpu:1"], "device must be auto"), (["--response_budget=20"], "without eviction of response keys"),
+    (["--resamples=5"], "resamples at least 100")])
+def test_refused_in_one_line(argv, says, tmp_path):
+    with pytest.raises(SystemExit, match=f"^error: [^\n]*{says}[^\n]*$"):
+        variance.main([f"--out={tmp_path / 'out'}", *argv])
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("text", ["[]", "{", '{"a": 1}'])
+def test_damaged_numbers_are_named(text, tmp_path):
+    (tmp_path / "variance.json").write_text(text)
+    with pytest.raises(SystemExit, match=f"^error: {tmp_path}/variance.json[^\n]*$"):
+        variance.main([f"--out={tmp_path}", "--figure"])
