@@ -379,15 +379,15 @@ def label(ax, ends):
 
 def figure(arms, path):
     """Reward, gap and acceptance against step, as a PNG for a page 900 px wide."""
+    arms = {name: a for name, a in arms.items() if a["logs"]}
+    if not arms:
+        return print("no figure: no run has ended", file=sys.stderr)
     try:
         import matplotlib
     except ImportError:
         return print("no figure: it needs matplotlib (pip install matplotlib)", file=sys.stderr)
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
-    arms = {name: a for name, a in arms.items() if a["logs"]}
-    if not arms:
-        return print("no figure: no run has ended", file=sys.stderr)
     # held-out acceptance, where logged, covers arms that replay one policy only
     accept = next((key for key in ("eval_accept", "accept") if any(any(series(a, key)) for a in arms.values())), None)
     seeds = " to ".join(map(str, sorted({min(len(a["logs"]) for a in arms.values()), max(len(a["logs"]) for a in arms.values())})))
