@@ -306,7 +306,7 @@ def learn(net, opt, rollout, signal, c, lr, aux=None):
     if c.objective == "dpo":
         rollout = best_and_worst(rollout, signal)
         if not rollout.prompts:  # nothing to learn from: the weights stay as they are
-            return dict.fromkeys(("loss", "kl", "clip_frac", "grad_norm", "gap", "gap_max", "entropy", "pairs", "margin"), 0.0)
+            return dict.fromkeys(("loss", "kl", "clip_frac", "grad_norm", "pairs"), 0.0)
     both, other = c.distill > 0, "dense" if c.learner == "shadow" else "shadow"
     policies = (other, c.learner) if both else (c.learner,)  # replay gives entropy and values of the last
     parts, old, log, first = split_rows(rollout, len(policies), c.micro_rows), {}, {}, {}
@@ -463,8 +463,8 @@ def show(log):
     weight, rejected: mean weight of a correction, tokens that it drops; value, value_loss: of ppo; pairs, margin: of dpo."""
     accept = f"accept {log['accept']:.3f} p05 {log['accept_p05']:.3f} | " if "accept" in log else ""
     more = "".join(f"{k} {log[k]:.3f} | " for k in ("weight", "rejected", "value", "value_loss", "pairs", "margin") if k in log)
-    return (f"step {log['step']:4d} | reward {log['reward']:.3f} | loss {log['loss']:+.4f} kl {log['kl']:.4f} | gap {log['gap']:.1e} "
-            f"max {log['gap_max']:.1e} | {accept}ent {log['entropy']:.2f} | clip {log['clip_frac']:.2f} trunc {log['truncated']:.2f} "
+    gap = f"gap {log['gap']:.1e} max {log['gap_max']:.1e} | {accept}ent {log['entropy']:.2f}" if "gap" in log else "nothing replayed"
+    return (f"step {log['step']:4d} | reward {log['reward']:.3f} | loss {log['loss']:+.4f} kl {log['kl']:.4f} | {gap} | clip {log['clip_frac']:.2f} trunc {log['truncated']:.2f} "
             f"equal {log['equal']:.2f} | {more}grad {log['grad_norm']:.2f} | {log['rollout_s']:.1f}+{log['learn_s']:.1f} s")
 
 
