@@ -660,7 +660,8 @@ def probes(name, B, G, R, R_learn, budget):
 def longest_prompts(name, B, G, R, R_learn, budget):
     table = Table("longest prompt that fits", "tokens peak_gb", model=name, rollout=f"{B} x {G} x {R}", learner=f"1 x {G} x {R_learn}",
                   kept=budget, cap=CAP, bisected="to 5 % by running at real size",
-                  rollouts="one prompt of that length, the others short, as prefill takes them one by one",
+                  rollouts="one prompt of that length, the others short, as prefill takes them one by one; dense: its forward pass beside a "
+                  "buffer of the cache's size", rivals="one micro-batch, gradients there before",
                   attention=f"keys live {SHORT} rows at most: the same memory without quadratic time")
     if not CUDA:
         table.add("all", dict(note="needs CUDA"))

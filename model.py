@@ -6,7 +6,7 @@ matrix products to fused.py). There is no batch dimension: `model(ids (N,), pos 
 rotated queries, keys and values to `attend(layer, q, k, v)`. Prefill, decoding and the learner differ only in the
 function they pass; this is where a Shadow Mask enters the learner.
 
-Left out on purpose: dropout, sliding windows, mixture of experts, YaRN and other RoPE scalings (all refused by name),
+Left out on purpose: dropout, sliding windows, mixture of experts, YaRN and other RoPE scalings but Llama 3's (all refused by name),
 quantised weights, sentencepiece models' tokenizers.
 
 Parameter names are those of the checkpoint without the leading "model.", so loading is a strict comparison of names

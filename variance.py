@@ -267,7 +267,7 @@ def figure(res, path):
         matplotlib.use("Agg")
         import matplotlib.pyplot as plt
     except ImportError:
-        raise ValueError("the figure needs matplotlib (pip install matplotlib); --figure then draws it from the numbers saved") from None
+        return print("no figure: it needs matplotlib (pip install matplotlib); --figure then draws it from the numbers saved", file=sys.stderr)
     ten, lengths = math.log(10), res["lengths"]
     fig, (left, right) = plt.subplots(1, 2, figsize=(9, 4.3), dpi=200)
 
@@ -387,7 +387,7 @@ def main(argv):
             train.write_text(file, json.dumps(res))
         print("\n".join(table(res)))
         figure(res, picture)
-        print(f"\n{file}, {picture}")
+        print(f"\nnumbers in {file}")
     except (ValueError, OSError) as e:
         sys.exit(f"error: {e}")
 

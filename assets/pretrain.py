@@ -14,7 +14,7 @@ Training ends early on purpose, when a third of the sampled answers to held-out 
 
 assets/model: this command, seed 0, 2 threads, 1,133 steps, 6.8 minutes on two CPU cores, bit for bit the same when repeated at
 commit 61f81a6; later ones sum in another order.
-Held-out prompts of 192 tokens, dense cache: a sampled answer (temperature 1) is right with probability 0.338, the greedy one
+Held-out prompts of up to 192 tokens, dense cache: a sampled answer (temperature 1) is right with probability 0.338, the greedy one
 in 0.828 of 128 (assets/pretrain.log). Another number of threads rounds differently, and the result differs a little.
 
 Left out on purpose: learning-rate decay, validation loss, resuming.
