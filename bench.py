@@ -14,7 +14,8 @@ under one mask are compared in output and gradients. "of limit" is the share tha
 make of what a plain copy of a large tensor or one large bf16 matrix product reaches in the same process. Rivals that score one
 policy say so.
 
-Each part prints its tables and writes out-bench/bench-PART-CARD.json, which holds every number it printed. Left out: several GPUs, serving engines (a trainer must load its new weights into them at every step), quality of what is learned.
+Each part prints its tables and writes out-bench/bench-PART-CARD.json, which holds every number it printed. Left out: several GPUs,
+serving engines (a trainer must load its new weights into them at every step), quality of what is learned.
 """
 import argparse
 import functools

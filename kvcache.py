@@ -127,7 +127,7 @@ class KVCache:
     def __init__(self, config, lengths, group, max_new_tokens, evict="snapkv", budget=256, window=32, sinks=4, pool=7,
                  seed=0, device="cpu", dtype=torch.float32, response_budget=None, period=128):
         check_eviction(evict, budget, window, sinks, pool, response_budget, period)
-        self.c, self.lengths, self.group, self.evict = config, list(lengths), group, evict
+        self.c, self.lengths, self.evict = config, list(lengths), evict
         self.score, self.budget, self.window, self.sinks, self.pool = EVICT[evict], budget, window, sinks, pool
         self.response_budget, self.period = response_budget, period
         self.rng = torch.Generator().manual_seed(seed)
@@ -140,10 +140,10 @@ class KVCache:
         # the last sampled token is never fed back, so a response of R tokens has R - 1 keys
         R = max_new_tokens
         self.response = pairs(S, R - 1 if response_budget is None else min(R - 1, response_budget + period))
-        self.slots = torch.tensor(self.n_kept, device=device, dtype=torch.int32)  # (B,) kept keys of each prompt, the rest is padding
-        # step and slot are read by a CUDA graph, which also moves them on
-        self.t = new((), dtype=torch.int64)     # response tokens fed so far: their keys were born at steps 0 .. t - 1
-        self.slot = new((), dtype=torch.int64)  # response slots filled, the same number for all samples
+        self.prompt_filled = torch.tensor(self.n_kept, device=device, dtype=torch.int32)  # (B,) slots in use, the rest is padding
+        # both are read by a CUDA graph, which also moves them on; without eviction of response keys they are equal
+        self.t = new((), dtype=torch.int64)                # response tokens fed so far: their keys were born at steps 0 .. t - 1
+        self.response_filled = new((), dtype=torch.int64)  # response slots in use, the same number for all samples
         # the log
         self.kept = [[None] * L for _ in range(B)]  # [prompt][layer] -> (nkv, K) kept positions
         self.until = torch.full((L, S, nkv, R), R, device=device, dtype=torch.int32)  # step at which each response key dies; R: never
@@ -173,6 +173,7 @@ class KVCache:
             self.kept[b][layer] = positions                                                # (nkv, K)
 
     def scores(self, q, k, elsewhere=None):
+        """The method's scores, (KV heads, keys), see the head of this file; a new method's mistake is found here."""
         score = self.score(q, k, self.pool, self.rng, elsewhere)                           # (heads, keys)
         if score.shape != (k.shape[1], len(k)):
             raise ValueError(f"the scoring function gave {tuple(score.shape)}, not (KV heads, keys) = {(k.shape[1], len(k))}")
@@ -182,12 +183,13 @@ class KVCache:
         """One decoding step at one layer, see decode_attn.py. q (S, nh, hs), k, v (S, nkv, hs) with S = B x G -> (S, nh, hs)."""
         if self.response_budget is not None:
             self.queries[layer].index_copy_(1, self.t[None] % self.queries[layer].shape[1], q[:, None])
-        return decode_attention(q, k, v, *self.prompt[layer], self.slots, *self.response[layer], self.slot)
+        return decode_attention(q, k, v, *self.prompt[layer], self.prompt_filled, *self.response[layer],
+                                self.response_filled)
 
     def advance(self):
         """Call once per decoding step, after the last layer. In place, so that a CUDA graph counts as it is replayed."""
         self.t.add_(1)
-        self.slot.add_(1)
+        self.response_filled.add_(1)
 
     def evict_responses(self, t):
         """Call after step t - 1, when t response tokens were fed: every `period` steps, drop response keys beyond the budget."""
@@ -195,9 +197,10 @@ class KVCache:
             return
         for layer in range(self.c.n_layer):
             self.evict_layer(layer, t)
-        self.slot.fill_(self.born[0].shape[2])
+        self.response_filled.fill_(self.born[0].shape[2])
 
     def evict_layer(self, layer, t):
+        """Choose at one layer, log what dies, move what stays to the first slots."""
         (S, nkv, held), K = self.born[layer].shape, self.response_budget
         n = held + self.period                                                             # slots in use
         born = torch.cat((self.born[layer], torch.arange(t - self.period, t, device=self.t.device).expand(S, nkv, -1)), dim=2)

@@ -2,9 +2,9 @@
 A decoder-only transformer that reads real Hugging Face checkpoints: Llama (Llama 2/3.x, SmolLM2), Qwen2/2.5, Qwen3.
 
 The idea. Attention is the only place where tokens meet, so this file leaves it to the caller (and what stands between the
-matrix products to fused.py). There is no batch dimension: `model(ids (N,), pos (N,), attend)` maps N tokens to N hidden states and hands each layer's
-rotated queries, keys and values to `attend(layer, q, k, v)`. Prefill, decoding and the learner differ only in the
-function they pass; this is where a Shadow Mask enters the learner.
+matrix products to fused.py). There is no batch dimension: `model(ids (N,), pos (N,), attend)` maps N tokens to N hidden states and
+hands each layer's rotated queries, keys and values to `attend(layer, q, k, v)`. Prefill, decoding and the learner differ only in
+the function they pass; this is where a Shadow Mask enters the learner.
 
 Left out on purpose: dropout, sliding windows, mixture of experts, YaRN and other RoPE scalings but Llama 3's (all refused by name),
 quantised weights, sentencepiece models' tokenizers.

@@ -23,8 +23,8 @@ head size, and a smaller one for cards with little shared memory), paged caches.
 References: FlashAttention (arXiv 2205.14135), FlashAttention-2 (2307.08691), the Triton tutorial on fused attention,
 FlexAttention (2412.05496: lists of full and partial tiles).
 
-On a GPU the first call of each dtype and head size compiles for some seconds (3 and 6 on an H100); another length N does not compile again, but
-for dK and dV once more where it crosses FEW_TILES.
+On a GPU the first call of each dtype and head size compiles for some seconds (3 and 6 on an H100); another length N does not
+compile again, but for dK and dV once more where it crosses FEW_TILES.
 `python shadow_attn.py` checks everything against an fp64 dense-mask formula and prints a table.
 """
 import functools

@@ -464,8 +464,9 @@ def show(log):
     accept = f"accept {log['accept']:.3f} p05 {log['accept_p05']:.3f} | " if "accept" in log else ""
     more = "".join(f"{k} {log[k]:.3f} | " for k in ("weight", "rejected", "value", "value_loss", "pairs", "margin") if k in log)
     gap = f"gap {log['gap']:.1e} max {log['gap_max']:.1e} | {accept}ent {log['entropy']:.2f}" if "gap" in log else "nothing replayed"
-    return (f"step {log['step']:4d} | reward {log['reward']:.3f} | loss {log['loss']:+.4f} kl {log['kl']:.4f} | {gap} | clip {log['clip_frac']:.2f} trunc {log['truncated']:.2f} "
-            f"equal {log['equal']:.2f} | {more}grad {log['grad_norm']:.2f} | {log['rollout_s']:.1f}+{log['learn_s']:.1f} s")
+    return (f"step {log['step']:4d} | reward {log['reward']:.3f} | loss {log['loss']:+.4f} kl {log['kl']:.4f} | {gap} | "
+            f"clip {log['clip_frac']:.2f} trunc {log['truncated']:.2f} equal {log['equal']:.2f} | {more}grad {log['grad_norm']:.2f} | "
+            f"{log['rollout_s']:.1f}+{log['learn_s']:.1f} s")
 
 
 def loop(c, tok, net, problems, opt, aux, step0, evals, kv, interrupted):

@@ -188,7 +188,7 @@ def test_h2o_adds_up_attention(model):
                     alive[s, kv] = False
                     alive[s, kv, rank.argsort(descending=True)[:K]] = True
         assert torch.equal(cache.until[0, :, :, :t] > t - 1 if t % 4 else cache.until[0, :, :, :t] > t, alive)
-    assert int(cache.slot) == K and int(cache.t) == 12
+    assert int(cache.response_filled) == K and int(cache.t) == 12
 
 
 def test_rkv_by_hand():

@@ -339,6 +339,10 @@ def test_micro_batches_of_every_objective(name, monkeypatch):
     if control:  # each group normalised on its own is another gradient
         monkeypatch.setattr(train, control, one_by_one(getattr(train, control)))
         assert apart(whole, objective_gradients(name, 1)[0]) > 1e-2
+    else:  # dpo: a micro-batch that takes its own pairs for all of them
+        loss = train.objective_loss
+        monkeypatch.setattr(train, "objective_loss", lambda out, r, x, old, c, whole: loss(out, r, x, old, c, r))
+        assert apart(whole, objective_gradients(name, 1)[0]) > 1e-2
 
 
 def test_ppo_values_and_returns():
