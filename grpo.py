@@ -28,19 +28,16 @@ References: GRPO 2402.03300, PPO's clip 1707.06347, DAPO (token mean, clip-highe
 acceptance 2606.08446, reference KL with the ratio factor 2512.02556 (all arXiv); the value's clip: PPO2 in OpenAI's baselines;
 estimator k3: joschu.net/blog/kl-approx.html.
 """
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 
 import torch
-from torch.autograd.function import once_differentiable
 
-from fused import widen
-from model import matmul32
-from rollout import pack
+from fast.launch import widen
+from fast.head import HeadRows, kl_rows, score
 from shadow_attn import prepare_layers, shadow_attention
 
 NORMS = ("sequence", "token", "constant")
-LOGIT_BYTES = 256 * 2**20  # fp32 logits of one chunk, all policies together; five tensors of this size live at once (measured 5.3)
 
 
 def advantages(rewards, norm="sequence"):
@@ -202,11 +199,6 @@ def reference_kl(logp, logp_ref, mask, logp_old=None):
     return ratio * (d.exp() - d - 1)
 
 
-def kl_rows(student_logp, teacher_logp):
-    """KL(student || teacher) of each row, (n,), from log-probs (n, V) over the whole vocabulary."""
-    return (student_logp.exp() * (student_logp - teacher_logp)).sum(-1)
-
-
 def distill_kl(student_logits, teacher_logits, mask):
     """Mean over masked rows of KL(student || teacher), teacher detached; 0 if no row is masked. logits (n, V), mask (n,) bool.
 
@@ -216,62 +208,61 @@ def distill_kl(student_logits, teacher_logits, mask):
     return kl_rows(student, teacher).sum() / max(1, len(student))
 
 
-def add_product(total, a, b):
-    """total (n, m) fp32 += a (n, c) @ b (c, m), rounded to fp32 only; on CUDA within the product, as total may be a gigabyte."""
-    if a.is_cuda and a.dtype in (torch.bfloat16, torch.float16):
-        torch.addmm(total, a, b, out_dtype=torch.float32, out=total)
-    else:
-        total += matmul32(a, b)
+@dataclass
+class Packed:
+    """Groups laid out in one row of N tokens, for one forward pass of the learner."""
+    ids: torch.Tensor    # (N,) int64
+    pos: torch.Tensor    # (N,) int64 true positions: response token t sits at P + t in every copy
+    until: torch.Tensor  # (L, nkv, N) int32: visible(query i, key j) = j <= i < until[layer, kv_head, j]
+    rows: dict           # policy -> (B, G, R) int64: the row that predicts each response token, -1 past each length
 
 
-class HeadRows(torch.autograd.Function):
-    """fn([hidden_i @ weight.T (n, V)], targets (n,)) -> (k, n), for any n without ever holding (n, V).
+def pack(rollout, policies=("dense", "shadow")):
+    """Lay a rollout out for the learner; which copies of the responses it holds is up to `policies`. -> Packed
 
-    Rows are processed in chunks of LOGIT_BYTES of logits, without a graph in the forward pass; the backward pass runs fn on
-    each chunk again, with one. weight (V, C), hidden_i (n, C). The weight's gradient is summed over chunks in fp32 and cast
-    once: a bf16 sum would swallow the later chunks. If fn returns fewer rows with gradients enabled, the missing ones at
-    the end are taken as constants."""
-
-    @staticmethod
-    def chunks(weight, hidden):
-        step = max(1, LOGIT_BYTES // (widen(weight[:0]).element_size() * len(weight) * len(hidden)))
-        return [slice(i, i + step) for i in range(0, len(hidden[0]), step)]
-
-    @staticmethod
-    def forward(ctx, fn, targets, weight, *hidden):
-        ctx.fn = fn
-        ctx.save_for_backward(targets, weight, *hidden)
-        return torch.cat([fn([matmul32(h[rows], weight.t()) for h in hidden], targets[rows])
-                          for rows in HeadRows.chunks(weight, hidden)], dim=1)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx, grad):
-        targets, weight, *hidden = ctx.saved_tensors
-        d_hidden = [torch.empty_like(h) for h in hidden]
-        d_weight = torch.zeros_like(weight, dtype=grad.dtype)  # (V, C) fp32
-        for rows in HeadRows.chunks(weight, hidden):
-            logits = [matmul32(h[rows], weight.t()).requires_grad_() for h in hidden]  # (chunk, V) each
-            with torch.enable_grad():
-                out = ctx.fn(logits, targets[rows])
-            for h, d_h, d in zip(hidden, d_hidden, torch.autograd.grad(out, logits, grad[:len(out), rows])):
-                d = d.to(weight.dtype)  # (chunk, V)
-                d_h[rows] = d @ weight
-                add_product(d_weight, d.t(), h[rows])
-        return None, None, d_weight.to(weight.dtype), *d_hidden
-
-
-def score(logits, targets, temperature, student, stats):
-    """Rows that replay returns, (k, n), from logits (n, V) per policy: log-probs of targets (n,), KL(student || other), stats."""
-    logp = [(x if temperature == 1 else x / temperature).log_softmax(-1) for x in logits]
-    out = [x.gather(-1, targets[:, None])[:, 0] for x in logp]
-    if student is not None:
-        out.append(kl_rows(logp[student], logp[1 - student].detach()))
-    if stats and not torch.is_grad_enabled():  # numbers to print: the backward pass need not compute them again
-        out.append(-(logp[-1].exp() * logp[-1]).sum(-1))
-        if len(logp) == 2:
-            out.append(torch.minimum(*logp).exp().sum(-1))
-    return torch.stack(out)
+    The row that predicts response token 0 is the prompt's last row, shared by all copies; the last token of a response is
+    never fed, so a response of n tokens takes n - 1 rows per copy. Raises ValueError for misaligned logs."""
+    unknown = set(policies) - {"dense", "shadow"}
+    if unknown or not policies:
+        raise ValueError(f"policies are 'dense' and 'shadow', got {tuple(policies)}")
+    # dense copies come first: keys that the rollout dropped die where the shadow copies begin
+    policies = [p for p in ("dense", "shadow") if p in policies]
+    B, G, R = rollout.tokens.shape
+    (L, nkv), dev = rollout.until.shape[:2], rollout.tokens.device
+    if len(rollout.prompts) != B or len(rollout.kept) != B or rollout.until.shape[2:] != (B, G, R):
+        raise ValueError(f"the log does not fit {B} prompts x {G} samples x {R} tokens: kept for {len(rollout.kept)} prompts, "
+                         f"until {tuple(rollout.until.shape)}")
+    if rollout.lengths.min() < 1 or rollout.lengths.max() > R:
+        raise ValueError(f"response lengths must be 1 to {R}, got {int(rollout.lengths.min())} to {int(rollout.lengths.max())}")
+    lengths = rollout.lengths.tolist()
+    ids, pos, until = [], [], []
+    rows = {p: torch.full((B, G, R), -1, dtype=torch.int64, device=dev) for p in policies}
+    row = 0  # next free row
+    for b, prompt in enumerate(rollout.prompts):
+        P, last = len(prompt), row + len(prompt) - 1
+        size = P + len(policies) * sum(n - 1 for n in lengths[b])
+        end, born = row + size, row + P
+        shadow_start = end - sum(n - 1 for n in lengths[b]) if "shadow" in policies else end  # where evicted keys die
+        kept = rollout.kept[b]
+        if kept.shape[:2] != (L, nkv) or kept.max() >= P:
+            raise ValueError(f"kept of prompt {b} is {tuple(kept.shape)} up to {int(kept.max())}, the prompt has {P} tokens")
+        death = torch.full((L, nkv, size), shadow_start, dtype=torch.int32, device=dev)
+        death[:, :, :P].scatter_(2, kept, end)
+        ids.append(torch.tensor(prompt, device=dev))
+        pos.append(torch.arange(P, device=dev))
+        m = rollout.lengths[b] - 1                                                                 # (G,) rows of a copy
+        g, t = (torch.arange(R, device=dev) < m[:, None]).nonzero(as_tuple=True)                   # sample and token of each row
+        for policy in policies:
+            ids.append(rollout.tokens[b, g, t])
+            pos.append(P + t)
+            dies = rollout.until[:, :, b, g, t].minimum(m[g]) if policy == "shadow" else m[g]      # response step
+            death[:, :, born - row:born - row + len(g)] = born + m.cumsum(0)[g] - m[g] + dies      # a copy begins, and then
+            rows[policy][b, :, 0] = last
+            rows[policy][b, g, t + 1] = torch.arange(born, born + len(g), device=dev)
+            born += len(g)
+        until.append(death)
+        row = end
+    return Packed(torch.cat(ids), torch.cat(pos), torch.cat(until, dim=2), rows)
 
 
 def replay(model, rollout, policies=("dense", "shadow"), distill_to=None, stats=False, checkpointing=False, value=None):

@@ -23,8 +23,8 @@ a key's attention is added up from `period` queries at a time, not greedily at e
 import torch
 import torch.nn.functional as F
 
-from decode_attn import decode_attention
-from model import matmul32
+from fast.decode_attn import decode_attention
+from fast.head import matmul32
 
 SCORE_BYTES = 32 * 2**20  # fp32 attention (or similarity) that a scoring function holds at a time, twice
 
@@ -248,27 +248,3 @@ def check_eviction(evict, budget, window, sinks, pool=7, response_budget=None, p
     if response_budget is not None and (evict == "none" or response_budget <= window or period < 1):
         raise ValueError(f"response_budget {response_budget} must be above the window of {window}, period {period} at least 1, and evict a "
                          f"method, not {evict!r}")
-
-
-if __name__ == "__main__":  # draw what each method keeps of one prompt of the embedded checkpoint, a line per layer and KV head
-    import os
-
-    from model import Transformer
-    from rollout import generate
-    from tasks import problem, prompt_encoder
-    from tokenizer import Tokenizer
-    folder = os.path.join(os.path.dirname(os.path.abspath(__file__)), "assets", "model")
-    net, tok = Transformer.from_pretrained(folder), Tokenizer(folder)
-    p = problem("kv", "eval", 0, 1, 120, prompt_encoder(tok))
-    ids = prompt_encoder(tok)(p.text)
-    print(f"{p.text}\nanswer {p.answer}; {len(ids)} tokens; s sink, k kept, w window, . dropped; ^ the answer in the prompt")
-    for evict in EVICT:
-        r = generate(net, [ids], 1, 5, 0.0, evict, budget=24, window=16, sinks=2, stop_ids=tok.stop_ids)
-        print(f"\n{evict}: {r.kept[0].shape[2]} keys, greedy answer {tok.decode(r.tokens[0, 0, :r.lengths[0, 0]].tolist())!r}")
-        for layer, heads in enumerate(r.kept[0].tolist()):
-            for head, kept in enumerate(heads):
-                mark = lambda j: "." if j not in kept else "s" if j < 2 else "w" if j >= len(ids) - 16 else "k"
-                print(f"layer {layer} head {head} {''.join(map(mark, range(len(ids))))}")
-    code = tok.encode(p.answer)
-    at = [j for j in range(len(ids)) if ids[j:j + len(code)] == code]
-    print(" " * 15 + "".join("^" if any(s <= j < s + len(code) for s in at) else " " for j in range(len(ids))))

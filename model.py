@@ -24,7 +24,9 @@ import torch
 import torch.nn as nn
 from torch.utils.checkpoint import checkpoint
 
-from fused import rms_norm, rotate, swiglu, widen
+from fast.fused import rms_norm, rotate, swiglu
+from fast.head import Head, matmul32
+from fast.launch import widen
 
 MLP_ROWS = 2048  # rows of an MLP slice in prefill; under activation checkpointing, where a slice is computed once more, 8 times that
 CHECKPOINT = dict(use_reentrant=False, preserve_rng_state=False)  # nothing here draws random numbers
@@ -127,34 +129,6 @@ def rope_frequencies(config):
         smooth = ((turns - lo) / (hi - lo)).clamp(0, 1)
         return (1 - smooth) * freq / rope["factor"] + smooth * freq
     raise ValueError(f"rope_type {rope['rope_type']!r} is not supported (default and llama3 are)")
-
-
-def matmul32(a, b):
-    """a (..., n, c) @ b (..., c, m) -> fp32 (fp64 of fp64), without rounding the product to bf16 on the way.
-
-    bf16 inputs keep their fp32 accumulator where the device offers that (CUDA), and are upcast elsewhere. Log-probs in
-    the tail move by 0.1 nat if the head's output is rounded, and sampler and learner round differently. Not differentiable
-    on CUDA bf16: `Transformer.logits` wraps it."""
-    if a.is_cuda and a.dtype in (torch.bfloat16, torch.float16):
-        if a.dim() == 2:
-            return torch.mm(a, b, out_dtype=torch.float32)
-        out = torch.bmm(a.flatten(0, -3), b.flatten(0, -3), out_dtype=torch.float32)
-        return out.view(*a.shape[:-1], b.shape[-1])
-    return widen(a) @ widen(b)
-
-
-class Head(torch.autograd.Function):
-    """hidden (n, C), weight (V, C) -> fp32 logits (n, V); gradients in the inputs' dtype."""
-    @staticmethod
-    def forward(ctx, hidden, weight):
-        ctx.save_for_backward(hidden, weight)
-        return matmul32(hidden, weight.t())
-
-    @staticmethod
-    def backward(ctx, grad):
-        hidden, weight = ctx.saved_tensors
-        grad = grad.to(weight.dtype)  # (n, V)
-        return grad @ weight, grad.t() @ hidden
 
 
 class RMSNorm(nn.Module):

@@ -21,7 +21,7 @@ from itertools import groupby
 import torch
 
 from kvcache import KVCache
-from sampling import sample
+from fast.sampling import sample
 from shadow_attn import prepare, shadow_attention
 
 
@@ -171,91 +171,3 @@ def generate(model, prompts, group, max_new_tokens, temperature=1.0, evict="snap
     kept = [torch.stack(layers) for layers in cache.kept]
     return Rollout(prompts, shape(tokens), shape(lengths), shape(logps), temperature, kept, until, shape(ends.any(1)),
                    dict(kept=cache.nbytes(), dense=(total * group + own) * per_key, dense_shared=(total + own) * per_key))
-
-
-@dataclass
-class Packed:
-    """Groups laid out in one row of N tokens, for one forward pass of the learner."""
-    ids: torch.Tensor    # (N,) int64
-    pos: torch.Tensor    # (N,) int64 true positions: response token t sits at P + t in every copy
-    until: torch.Tensor  # (L, nkv, N) int32: visible(query i, key j) = j <= i < until[layer, kv_head, j]
-    rows: dict           # policy -> (B, G, R) int64: the row that predicts each response token, -1 past each length
-
-
-def pack(rollout, policies=("dense", "shadow")):
-    """Lay a rollout out for the learner; which copies of the responses it holds is up to `policies`. -> Packed
-
-    The row that predicts response token 0 is the prompt's last row, shared by all copies; the last token of a response is
-    never fed, so a response of n tokens takes n - 1 rows per copy. Raises ValueError for misaligned logs."""
-    unknown = set(policies) - {"dense", "shadow"}
-    if unknown or not policies:
-        raise ValueError(f"policies are 'dense' and 'shadow', got {tuple(policies)}")
-    # dense copies come first: keys that the rollout dropped die where the shadow copies begin
-    policies = [p for p in ("dense", "shadow") if p in policies]
-    B, G, R = rollout.tokens.shape
-    (L, nkv), dev = rollout.until.shape[:2], rollout.tokens.device
-    if len(rollout.prompts) != B or len(rollout.kept) != B or rollout.until.shape[2:] != (B, G, R):
-        raise ValueError(f"the log does not fit {B} prompts x {G} samples x {R} tokens: kept for {len(rollout.kept)} prompts, "
-                         f"until {tuple(rollout.until.shape)}")
-    if rollout.lengths.min() < 1 or rollout.lengths.max() > R:
-        raise ValueError(f"response lengths must be 1 to {R}, got {int(rollout.lengths.min())} to {int(rollout.lengths.max())}")
-    lengths = rollout.lengths.tolist()
-    ids, pos, until = [], [], []
-    rows = {p: torch.full((B, G, R), -1, dtype=torch.int64, device=dev) for p in policies}
-    row = 0  # next free row
-    for b, prompt in enumerate(rollout.prompts):
-        P, last = len(prompt), row + len(prompt) - 1
-        size = P + len(policies) * sum(n - 1 for n in lengths[b])
-        end, born = row + size, row + P
-        shadow_start = end - sum(n - 1 for n in lengths[b]) if "shadow" in policies else end  # where evicted keys die
-        kept = rollout.kept[b]
-        if kept.shape[:2] != (L, nkv) or kept.max() >= P:
-            raise ValueError(f"kept of prompt {b} is {tuple(kept.shape)} up to {int(kept.max())}, the prompt has {P} tokens")
-        death = torch.full((L, nkv, size), shadow_start, dtype=torch.int32, device=dev)
-        death[:, :, :P].scatter_(2, kept, end)
-        ids.append(torch.tensor(prompt, device=dev))
-        pos.append(torch.arange(P, device=dev))
-        m = rollout.lengths[b] - 1                                                                 # (G,) rows of a copy
-        g, t = (torch.arange(R, device=dev) < m[:, None]).nonzero(as_tuple=True)                   # sample and token of each row
-        for policy in policies:
-            ids.append(rollout.tokens[b, g, t])
-            pos.append(P + t)
-            dies = rollout.until[:, :, b, g, t].minimum(m[g]) if policy == "shadow" else m[g]      # response step
-            death[:, :, born - row:born - row + len(g)] = born + m.cumsum(0)[g] - m[g] + dies      # a copy begins, and then
-            rows[policy][b, :, 0] = last
-            rows[policy][b, g, t + 1] = torch.arange(born, born + len(g), device=dev)
-            born += len(g)
-        until.append(death)
-        row = end
-    return Packed(torch.cat(ids), torch.cat(pos), torch.cat(until, dim=2), rows)
-
-
-if __name__ == "__main__":  # python rollout.py --prompt "..." [--model folder or hub name]: generate under a compressed cache
-    import argparse
-    import os
-
-    from model import Transformer, find_checkpoint
-    from tasks import prompt_encoder
-    from tokenizer import Tokenizer
-    a = argparse.ArgumentParser(description="generate under a compressed KV cache")
-    a.add_argument("--prompt", required=True)
-    a.add_argument("--model", default=os.path.join(os.path.dirname(os.path.abspath(__file__)), "assets", "model"))
-    a.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    for name, default in dict(group=1, max_new_tokens=64, temperature=0.0, evict="snapkv", budget=256, window=32, sinks=4, pool=7,
-                              response_budget=0, period=128, seed=0).items():
-        a.add_argument(f"--{name}", default=default, type=type(default))
-    a = vars(a.parse_args())
-    a["response_budget"] = a["response_budget"] or None
-    try:
-        folder, prompt, device = find_checkpoint(a.pop("model")), a.pop("prompt"), a.pop("device")
-        tok = Tokenizer(folder)
-        net = Transformer.from_pretrained(folder, device, torch.bfloat16 if device.startswith("cuda") else torch.float32)
-        net.vocab_used = min(len(tok), net.config.vocab_size)
-        ids = prompt_encoder(tok)(prompt)
-        r = generate(net, [ids], stop_ids=tok.stop_ids, **a)
-    except (ValueError, OSError) as e:
-        raise SystemExit(f"error: {e}")
-    for tokens, n in zip(r.tokens[0].tolist(), r.lengths[0].tolist()):
-        print(tok.decode(tokens[:n]))
-    print(f"[{len(ids)} prompt tokens, {r.kept[0].shape[2]} kept per layer and KV head ({a['evict']}); "
-          f"KV bytes {r.kv['kept']:,}, dense {r.kv['dense']:,}]")

@@ -36,7 +36,7 @@ import torch
 import torch.nn.functional as F
 from torch.utils.checkpoint import checkpoint
 
-from fused import interpreted, jit, tl, triton
+from fast.launch import interpreted, jit, tl, triton
 
 
 def shadow_attention(q, k, v, until, scale=None, impl=None, plan=None, out=None):

@@ -30,15 +30,15 @@ try:
 except ImportError:  # Windows: two processes with one out_dir go unnoticed
     fcntl = None
 
-from configurator import configure
+from support.configurator import configure
 from grpo import (advantages, best_and_worst, correction as correction_weights, dpo_loss, gae, policy_loss, replay, token_scale,
                   value_loss, whiten)
 from kvcache import EVICT, check_eviction
-from masters import Masters
+from support.optimizer import Masters
 from model import Transformer, find_checkpoint
 from rollout import generate
-from tasks import HOLD_OUT, TASKS, file_problem, problem, prompt_encoder, read_problems, reward
-from tokenizer import Tokenizer
+from data.tasks import HOLD_OUT, TASKS, file_problem, problem, prompt_encoder, read_problems, reward
+from data.tokenizer import Tokenizer
 
 # ---------------------------------------------------------------------------------------------------------------------
 # configuration: overridden by config files and --key=value; units and sane ranges beside each
@@ -50,7 +50,7 @@ seed = 0
 device = "auto"           # auto: cuda if there is one; cpu, cuda, cuda:1
 dtype = "auto"            # of the weights that sampler and learner read; auto: bfloat16 on cuda, float32 on cpu
 # model and task
-model = os.path.join(os.path.dirname(os.path.abspath(__file__)), "assets", "model")  # a folder or a hub name
+model = os.path.join(os.path.dirname(os.path.abspath(__file__)), "data", "tiny")  # a folder or a hub name
 task = "kv"               # needle, kv, own, hop, sum, or a .jsonl file of problems
 prompt_tokens = 192       # longest prompt in tokens; 64 .. the model's context
 format_bonus = 0.0        # reward for answering with a bare number, right or wrong; 0 .. 0.1

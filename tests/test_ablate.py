@@ -10,7 +10,7 @@ import time
 
 import pytest
 
-import ablate
+from experiments import ablate
 
 def made(steps, seed=0, gap=1e-6, peak=None, accept=True, kept=100, start=0.25, **end):
     """Lines as train.py writes them: reward is 0 in all steps but the last 10, where it is 0.5 + seed / 8."""

@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-import bench
+from experiments import bench
 import grpo
 import rollout
 

@@ -9,9 +9,9 @@ import sys
 import pytest
 import torch
 
-import decode_attn
-from decode_attn import decode_attention, example, formula
-from fused import triton
+from fast import decode_attn
+from fast.decode_attn import decode_attention, example, formula
+from fast.launch import triton
 
 ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 CUDA = torch.cuda.is_available()

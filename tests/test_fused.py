@@ -7,9 +7,10 @@ import os
 import pytest
 import torch
 
-import fused
-from fused import rms_norm, rotate, rotate_one, swiglu, triton
-from sampling import sample
+from fast import fused, launch
+from fast.fused import rms_norm, rotate, rotate_one, swiglu
+from fast.launch import triton
+from fast.sampling import sample
 
 CUDA = torch.cuda.is_available()
 INTERPRET = os.environ.get("TRITON_INTERPRET") == "1"
@@ -42,7 +43,7 @@ def both(f, formula, leaves, grads):
         y = f(*x)
         y = y if isinstance(y, tuple) else (y,)
         results.append([*y, *torch.autograd.grad(y, x, [change(g).to(o.dtype) for g, o in zip(grads, y)])])
-    assert fused.kernels(leaves[0]) == (CUDA or INTERPRET) and not fused.kernels(leaves[0].double())
+    assert launch.kernels(leaves[0]) == (CUDA or INTERPRET) and not launch.kernels(leaves[0].double())
     return results
 
 
@@ -78,7 +79,7 @@ def test_rotate(N, nh, nkv, hs, dtype):
     with torch.no_grad():  # in place, and nothing but q and k
         mine = qkv.clone()
         q, k = f(mine)
-        assert (q.data_ptr() == mine.data_ptr()) == fused.kernels(q) and torch.equal(mine[:, nh + nkv:], qkv[:, nh + nkv:])
+        assert (q.data_ptr() == mine.data_ptr()) == launch.kernels(q) and torch.equal(mine[:, nh + nkv:], qkv[:, nh + nkv:])
         assert torch.equal(q, got[0]) and torch.equal(k, got[1])
 
 

@@ -7,10 +7,12 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import grpo
-from grpo import (HeadRows, advantages, best_and_worst, correction, distill_kl, dpo_loss, gae, kl_rows, policy_loss, reference_kl, replay,
+from fast import head
+from fast.head import HeadRows, kl_rows, score
+from grpo import (pack, advantages, best_and_worst, correction, distill_kl, dpo_loss, gae, policy_loss, reference_kl, replay,
                   token_scale, value_loss, whiten)
 from model import Config, Transformer
-from rollout import Rollout, generate, pack
+from rollout import Rollout, generate
 
 NAN = float("nan")
 P3, Q3 = torch.tensor([0.7, 0.2, 0.1]), torch.tensor([0.5, 0.3, 0.2])
@@ -361,13 +363,13 @@ def test_reference_kl():
 
 def test_temperature():
     logits = torch.tensor([[2.0, 1.0, 0.0]])
-    at = lambda T: grpo.score([logits], torch.tensor([0]), T, None, False).item()
+    at = lambda T: score([logits], torch.tensor([0]), T, None, False).item()
     assert at(0.5) == pytest.approx(-0.1429, abs=1e-4) and at(1.0) == pytest.approx(-0.4076, abs=1e-4)
 
 
 def test_acceptance_and_entropy():
     with torch.no_grad():
-        out = grpo.score([P3.log()[None], Q3.log()[None]], torch.tensor([1]), 1.0, 0, True)
+        out = score([P3.log()[None], Q3.log()[None]], torch.tensor([1]), 1.0, 0, True)
     want = [math.log(0.2), math.log(0.3), 0.08512, -(Q3 * Q3.log()).sum().item(), 0.5 + 0.2 + 0.1]
     assert out[:, 0].tolist() == pytest.approx(want, abs=1e-5)
 
@@ -380,22 +382,22 @@ def head_case(n=203, V=97, C=12, dtype=torch.double):
 
 def head_rows(weight, hidden, targets, coefs):
     """rows (3, n) through HeadRows, and gradients of sum(coefs * rows) wrt weight and both hidden"""
-    rows = HeadRows.apply(lambda x, y: grpo.score(x, y, 0.7, 1, False), targets, weight, *hidden)
+    rows = HeadRows.apply(lambda x, y: score(x, y, 0.7, 1, False), targets, weight, *hidden)
     return rows, torch.autograd.grad((coefs * rows).sum(), [weight, *hidden])
 
 
 def test_chunks_change_nothing(monkeypatch):
     weight, hidden, targets, coefs = head_case()
-    want = grpo.score([h @ weight.t() for h in hidden], targets, 0.7, 1, False)
+    want = score([h @ weight.t() for h in hidden], targets, 0.7, 1, False)
     grads = torch.autograd.grad((coefs * want).sum(), [weight, *hidden])
     for rows in (1, 7, 203, 1000):
-        monkeypatch.setattr(grpo, "LOGIT_BYTES", rows * 2 * 97 * 8)
+        monkeypatch.setattr(head, "LOGIT_BYTES", rows * 2 * 97 * 8)
         assert len(HeadRows.chunks(weight, hidden)) == -(-203 // rows)
         got, got_grads = head_rows(weight, hidden, targets, coefs)
         assert rel(got, want) < 1e-14 and all(rel(a, b) < 1e-12 for a, b in zip(got_grads, grads))
     # control: the backward pass forgets one row
-    monkeypatch.setattr(grpo, "LOGIT_BYTES", 2 * 97 * 8)
-    rows, whole = HeadRows.apply(lambda x, y: grpo.score(x, y, 0.7, 1, False), targets, weight, *hidden), HeadRows.chunks
+    monkeypatch.setattr(head, "LOGIT_BYTES", 2 * 97 * 8)
+    rows, whole = HeadRows.apply(lambda x, y: score(x, y, 0.7, 1, False), targets, weight, *hidden), HeadRows.chunks
     monkeypatch.setattr(HeadRows, "chunks", lambda *args: whole(*args)[:-1])
     assert rel(torch.autograd.grad((coefs * rows).sum(), weight)[0], grads[0]) > 1e-4
 
@@ -403,8 +405,8 @@ def test_chunks_change_nothing(monkeypatch):
 def test_rows_past_the_gradient_are_constants(monkeypatch):
     """statistics ride along in the forward pass only, and gradients are those without them"""
     weight, hidden, targets, coefs = head_case()
-    monkeypatch.setattr(grpo, "LOGIT_BYTES", 7 * 2 * 97 * 8)
-    rows = HeadRows.apply(lambda x, y: grpo.score(x, y, 0.7, 1, True), targets, weight, *hidden)
+    monkeypatch.setattr(head, "LOGIT_BYTES", 7 * 2 * 97 * 8)
+    rows = HeadRows.apply(lambda x, y: score(x, y, 0.7, 1, True), targets, weight, *hidden)
     assert rows.shape == (5, 203)
     got = torch.autograd.grad((coefs * rows[:3]).sum() + rows[3:].sum(), [weight, *hidden])
     assert all(torch.equal(a, b) for a, b in zip(got, head_rows(weight, hidden, targets, coefs)[1]))
@@ -426,7 +428,7 @@ def test_rows_times_vocabulary_never_exists(monkeypatch):
     case = head_case(n=600, V=503, C=8, dtype=torch.float32)
     largest = {}
     for budget in (16 * 2 * 503 * 4, 2**40):
-        monkeypatch.setattr(grpo, "LOGIT_BYTES", budget)
+        monkeypatch.setattr(head, "LOGIT_BYTES", budget)
         with Largest() as seen:
             head_rows(*case)
         largest[budget] = seen.numel
@@ -439,8 +441,8 @@ def test_head_gradient_is_summed_in_fp32(monkeypatch):
     torch.manual_seed(0)
     weight = torch.randn(V, C).bfloat16().requires_grad_()
     hidden = torch.randn(1, C).bfloat16().expand(n, C).contiguous().requires_grad_()
-    monkeypatch.setattr(grpo, "LOGIT_BYTES", 1)
-    fn = lambda x, y: grpo.score(x, y, 1.0, None, False)
+    monkeypatch.setattr(head, "LOGIT_BYTES", 1)
+    fn = lambda x, y: score(x, y, 1.0, None, False)
     rows = HeadRows.apply(fn, torch.zeros(n, dtype=torch.int64), weight, hidden)
     assert rows.dtype == torch.float32
     got, got_hidden = torch.autograd.grad(rows.sum(), [weight, hidden])
@@ -551,7 +553,7 @@ def replayed(model, r, student, **kw):
 @pytest.mark.parametrize("student, tied", [("dense", True), ("shadow", False)])
 def test_replay_equals_separate_forwards(student, tied, monkeypatch):
     model, r = toy(tied=tied), logged()
-    monkeypatch.setattr(grpo, "LOGIT_BYTES", 5 * 2 * 59 * 8)  # several chunks, the last one ragged
+    monkeypatch.setattr(head, "LOGIT_BYTES", 5 * 2 * 59 * 8)  # several chunks, the last one ragged
     want, grads = expected(model, r, student)
     got, got_grads = replayed(model, r, student, stats=True)
     assert set(got) == set(want) and all(x.dtype == torch.double for x in got.values())
@@ -658,7 +660,7 @@ def test_a_token_touches_the_row_that_predicts_it():
 def test_head_sees_only_response_rows(monkeypatch):
     """a long prompt costs the head nothing: no logits of prompt rows are made"""
     model, seen = toy(), []
-    monkeypatch.setattr(grpo, "matmul32", lambda a, b: seen.append(len(a)) or a @ b)
+    monkeypatch.setattr(head, "matmul32", lambda a, b: seen.append(len(a)) or a @ b)
     r = logged()
     replay(model, r)
     assert sum(seen) == 2 * int(r.mask.sum())

@@ -15,8 +15,9 @@ import torch.nn.functional as F
 
 sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 import model as model_file
-from fused import rotate_one
-from model import Config, RMSNorm, Transformer, find_checkpoint, matmul32, rope_frequencies
+from fast.fused import rotate_one
+from fast.head import matmul32
+from model import Config, RMSNorm, Transformer, find_checkpoint, rope_frequencies
 
 transformers = pytest.importorskip("transformers")
 from safetensors.torch import load_file, save_file
@@ -410,7 +411,7 @@ def test_missing_folder(monkeypatch, tmp_path):
 @pytest.mark.parametrize("name", ("smollm2", "qwen"))
 def test_real_weights(name):
     """Logits of a prompt and 32 greedy tokens; one forward over prompt + tokens checks all 32 choices at once."""
-    from tokenizer import Tokenizer
+    from data.tokenizer import Tokenizer
     path = os.path.join(REAL, name)
     tok = Tokenizer(path)
     prompt = tok.chat([{"role": "user", "content": "Name three rivers and say where they end."}])

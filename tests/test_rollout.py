@@ -12,7 +12,9 @@ import rollout as rollout_file
 from grpo import replay
 from kvcache import EVICT, KVCache, keep, score_h2o, score_rkv, score_snapkv
 from model import Config, Transformer
-from rollout import Rollout, generate, pack, sample
+from fast.sampling import sample
+from grpo import pack
+from rollout import Rollout, generate
 
 RAW = dict(model_type="qwen3", hidden_size=64, intermediate_size=96, num_hidden_layers=3, num_attention_heads=4, num_key_value_heads=2,
            head_dim=16, vocab_size=50, max_position_embeddings=512, rms_norm_eps=1e-6, rope_theta=1e4, tie_word_embeddings=True)

@@ -1,4 +1,4 @@
-"""tasks.py: rewards on adversarial strings, prompt lengths, determinism, disjoint splits, gold answers, files; assets/model."""
+"""tasks.py: rewards on adversarial strings, prompt lengths, determinism, disjoint splits, gold answers, files; data/tiny."""
 import json
 import os
 import re
@@ -8,9 +8,9 @@ import pytest
 
 ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 sys.path.insert(0, ROOT)
-from tasks import TASKS, Problem, exact, file_problem, numbers, problem, prompt_encoder, read_problems, reward  # noqa: E402
+from data.tasks import TASKS, Problem, exact, file_problem, numbers, problem, prompt_encoder, read_problems, reward  # noqa: E402
 
-MODEL = os.path.join(ROOT, "assets", "model")
+MODEL = os.path.join(ROOT, "data", "tiny")
 LETTERS = re.compile(r"\w+|[^\w\s]").findall  # a stand-in tokenizer: words and punctuation marks
 
 
@@ -216,12 +216,12 @@ def test_gsm8k():
     assert wrong < 0.05 * len(problems)
 
 
-# ---- the embedded checkpoint, made by assets/pretrain.py
+# ---- the embedded checkpoint, made by data/pretrain.py
 
 @pytest.fixture(scope="module")
 def checkpoint():
     from model import Transformer
-    from tokenizer import Tokenizer
+    from data.tokenizer import Tokenizer
     return Transformer.from_pretrained(MODEL), Tokenizer(MODEL)
 
 
@@ -241,7 +241,7 @@ def accuracy(pairs):
 
 
 def test_checkpoint_is_small_and_its_tokenizer_is_reproducible(checkpoint, tmp_path):
-    from assets.pretrain import write_json
+    from data.pretrain import write_json
     model, tok = checkpoint
     assert sum(e.stat().st_size for e in os.scandir(MODEL)) < 8e6 and model.config.vocab_size == len(tok) and not tok.has_chat
     write_json(str(tmp_path))

@@ -14,8 +14,8 @@ import pytest
 
 ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 sys.path.insert(0, ROOT)
-import tokenizer as tokenizer_py
-from tokenizer import Tokenizer
+from data import tokenizer as tokenizer_py
+from data.tokenizer import Tokenizer
 
 tokenizers = pytest.importorskip("tokenizers")
 transformers = pytest.importorskip("transformers")

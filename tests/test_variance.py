@@ -9,7 +9,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-import variance
+from experiments import variance
 from grpo import replay
 from rollout import generate
 from shadow_attn import shadow_attention

@@ -1,7 +1,7 @@
 """
-Makes the small checkpoint in assets/model/ from nothing: a tokenizer, a Qwen3-shaped model of 1.1 M parameters, its training.
+Makes the small checkpoint in data/tiny/ from nothing: a tokenizer, a Qwen3-shaped model of 1.1 M parameters, its training.
 
-    python assets/pretrain.py [FOLDER]      # assets/model unless named
+    python data/pretrain.py [FOLDER]      # data/tiny unless named
 
 The idea. The checkpoint should look up a code in a list of facts, but not surely: RL needs something to improve. On real
 prompts right after copying the model stays at "some code of the list". A curriculum helps:
@@ -12,10 +12,10 @@ prompts right after copying the model stays at "some code of the list". A curric
    until they are the real prompts. Each list of facts is asked about several times, to be efficient.
 Training ends early on purpose, when a third of the sampled answers to held-out problems (most of the greedy ones) are right.
 
-assets/model: this command, seed 0, 2 threads, 1,133 steps, 6.8 minutes on two CPU cores, bit for bit the same when repeated at
+data/tiny: this command, seed 0, 2 threads, 1,133 steps, 6.8 minutes on two CPU cores, bit for bit the same when repeated at
 commit 61f81a6; later ones sum in another order.
 Held-out prompts of up to 192 tokens, dense cache: a sampled answer (temperature 1) is right with probability 0.338, the greedy one
-in 0.828 of 128 (assets/pretrain.log). Another number of threads rounds differently, and the result differs a little.
+in 0.828 of 128 (data/pretrain.log). Another number of threads rounds differently, and the result differs a little.
 
 Left out on purpose: learning-rate decay, validation loss, resuming.
 """
@@ -31,9 +31,9 @@ import torch.nn.functional as F
 
 HERE = os.path.dirname(os.path.abspath(__file__))
 sys.path.insert(0, os.path.dirname(HERE))
-import tasks  # noqa: E402
+from data import tasks  # noqa: E402
 from model import Config, Transformer  # noqa: E402
-from tokenizer import BYTE_OF, Tokenizer  # noqa: E402
+from data.tokenizer import BYTE_OF, Tokenizer  # noqa: E402
 
 seed = 0
 shape = dict(hidden_size=128, intermediate_size=384, num_hidden_layers=4, num_attention_heads=4, num_key_value_heads=2,

@@ -22,8 +22,8 @@ import math
 
 import torch
 
-from fused import jit, kernels, tl, triton
-from model import matmul32
+from fast.launch import jit, kernels, tl, triton
+from fast.head import matmul32
 
 BLOCK = 64      # keys of one step of a program's loop
 SPLIT = 256     # keys of one program: at most this many of a response, at least this many of a prompt (or half of a short one)

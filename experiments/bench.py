@@ -424,7 +424,7 @@ def learner(name, P, G, R, budget, repeat):
 def our_step(name, prompts, P, G, R, budget, steps, checkpointing):
     """Sample, reward at random, advantages, update, as train.py does. -> a row of the table"""
     import train
-    from masters import Masters
+    from support.optimizer import Masters
     c = SimpleNamespace(**{**train.DEFAULTS, **dict(lr=1e-6, temperature=1.0, budget=budget, window=WINDOW, sinks=SINKS,
                                                     checkpointing=checkpointing)})
     model, times = ours(name), []

@@ -13,7 +13,7 @@ Left out: top-p and top-k (they cut the support and bias every ratio).
 """
 import torch
 
-from fused import jit, kernels, tl, triton
+from fast.launch import jit, kernels, tl, triton
 
 
 def sample(logits, temperature, rng, seed, t):

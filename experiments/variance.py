@@ -45,11 +45,11 @@ from types import SimpleNamespace
 import torch
 
 import train
-from configurator import configure
+from support.configurator import configure
 from grpo import correction, replay
 from model import Transformer, find_checkpoint
 from rollout import generate
-from tokenizer import Tokenizer
+from data.tokenizer import Tokenizer
 
 DEFAULTS = dict(train.DEFAULTS, prompts=8,            # train.py's keys, so that its config files serve; its learner's do nothing here
                 lengths="2,4,8,16,32,64,128,256,512",  # tokens; what does not fit the model's context is left out

@@ -1,0 +1,1 @@
+"""Programs that measure and draw: python -m experiments.ablate, variance, bench, draw, generate."""
