@@ -29,12 +29,11 @@ acceptance 2606.08446, reference KL with the ratio factor 2512.02556 (all arXiv)
 estimator k3: joschu.net/blog/kl-approx.html.
 """
 from dataclasses import dataclass, replace
-from functools import partial
 
 import torch
 
 from fast.launch import widen
-from fast.head import HeadRows, kl_rows, score
+from fast.head import head_rows, kl_rows
 from shadow_attn import prepare_layers, shadow_attention
 
 NORMS = ("sequence", "token", "constant")
@@ -294,11 +293,10 @@ def replay(model, rollout, policies=("dense", "shadow"), distill_to=None, stats=
     # indexing, not index_select: the prompt's last row is gathered once per response; this sums its gradients in a fixed order
     hidden = [hidden[r] for r in rows]  # (n, C) each
     student = policies.index(distill_to) if distill_to else None
-    fn = partial(score, temperature=rollout.temperature or 1.0, student=student, stats=stats)
-    out = HeadRows.apply(fn, rollout.tokens[mask], model.head, *hidden)  # (k, n)
-    names = [*policies, *(["kl"] if distill_to else []), *(["entropy", "accept"][:len(policies)] if stats else [])]
-    grid = lambda name, x: x.new_zeros(mask.shape).masked_scatter(mask, x.detach() if name in ("entropy", "accept") else x)
-    result = {name: grid(name, x) for name, x in zip(names, out)}
+    found = head_rows(model.head, hidden, rollout.tokens[mask], temperature=rollout.temperature or 1.0,
+                      student=student, stats=stats)
+    logp = found.pop("logp")  # (policies, n)
+    found = {**dict(zip(policies, logp)), **found}  # (n,) each
     if value is not None:
-        result["value"] = grid("value", value(widen(hidden[-1]))[:, 0])
-    return result
+        found["value"] = value(widen(hidden[-1]))[:, 0]
+    return {name: x.new_zeros(mask.shape).masked_scatter(mask, x) for name, x in found.items()}
