@@ -203,10 +203,10 @@ def update(net, opt, objective, rollout, rewards, c, lr):
             if c.distill:
                 kl = (x["scale"] * out["kl"]).sum()  # KL(student || teacher), summed as the objective is
                 loss = loss + c.distill * kl
-                metrics.add(kl=kl)
+                metrics.add(kl=kl.item())
             loss.backward()
 
-            metrics.add(loss=loss, **numbers)
+            metrics.add(loss=loss.item(), **numbers)
             logp = out[c.learner].detach()
             old.setdefault(i, logp)
             if not steps:

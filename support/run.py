@@ -171,7 +171,7 @@ class Metrics:
 
     def add(self, **numbers):
         for name, x in numbers.items():
-            self.sums[name] = self.sums.get(name, 0.0) + float(x)
+            self.sums[name] = self.sums.get(name, 0.0) + x
 
     def collect(self, mask, **tensors):
         """Keep the entries of each tensor where mask is True."""
