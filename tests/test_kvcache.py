@@ -369,8 +369,8 @@ def test_heads_vote_for_themselves():
 
 def test_scoring_in_slices_is_the_same(monkeypatch):
     """How many heads, queries and prompts are scored at once changes nothing but rounding."""
-    q, k, z = rows(8, 6, 16), rows(40, 3, 16), rows(6, 8)
-    batch, keys = prompts_qk(2)
+    q, k, z = rows(8, 6, 16), rows(20, 3, 16), rows(6, 8)
+    batch, keys = (x[:, -20:] for x in prompts_qk(2))
 
     def all_scores(k, keys):
         whole = [f(q, k, E) for f in (snapkv, rkv, h2o)]
@@ -425,7 +425,6 @@ def test_settings_check_themselves():
 def test_pyramid_keeps_what_uniform_keeps():
     """In all layers together, exactly; from 1.95 to 0.05 times what is free after window and sinks,
     in even steps."""
-    exact = []
     for n_layer in (1, 2, 3, 16, 28, 61):
         for budget in (11, 24, 25, 63, 1024):
             e = Eviction(budget=budget, window=8, sinks=2, spread="pyramid")
@@ -436,8 +435,9 @@ def test_pyramid_keeps_what_uniform_keeps():
             line = 10 + (budget - 10) * line                    # (L,)
             assert sum(counts) == n_layer * budget
             assert (torch.tensor(counts) - line).abs().max() <= 1
-            exact.append(line.round().sum() == n_layer * budget)
-    assert not all(exact)  # the control: each layer rounded by itself
+            if n_layer > 1 and budget > 11:  # the controls: uniform, and each layer rounded down
+                assert (budget - line).abs().max() > 1
+                assert line.floor().sum() < n_layer * budget
 
 
 @pytest.mark.parametrize("response", [{}, dict(response_budget=10, period=5)], ids=str)
