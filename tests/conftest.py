@@ -5,6 +5,7 @@ import sys
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import train
 from grpo import replay
@@ -81,6 +82,24 @@ def gap(model, rollout, policy="shadow"):
 def ragged(*lengths, R):
     """The mask of one group's responses: (1, G, R) bool."""
     return torch.arange(R) < torch.tensor(lengths)[None, :, None]
+
+
+class Largest(TorchDispatchMode):
+    n = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        for x in out if isinstance(out, (tuple, list)) else [out]:
+            if isinstance(x, torch.Tensor):
+                self.n = max(self.n, x.untyped_storage().nbytes() // x.element_size())
+        return out
+
+
+def largest_tensor(run):
+    """Elements of the largest storage that any operation of run() returns, forward or backward."""
+    with Largest() as seen:
+        run()
+    return seen.n
 
 
 # learning
