@@ -1,5 +1,7 @@
 """What several test files share: toy models, prompts, rollouts, and the words for comparing them."""
+import json
 import os
+import signal
 import subprocess
 import sys
 
@@ -12,6 +14,7 @@ from grpo import replay
 from kvcache import EVICT, attention
 from model import Config, Transformer
 from rollout import Rollout
+from support.run import HELD
 
 ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 RAW = dict(
@@ -20,6 +23,8 @@ RAW = dict(
     max_position_embeddings=512, rms_norm_eps=1e-6, rope_theta=1e4, tie_word_embeddings=True)
 SMALL = dict(budget=24, window=8, sinks=2)
 STOP = (3, 7, 9)
+FAST = ["--prompts=4", "--group=4", "--eval_problems=8", "--steps=4", "--eval_every=2",
+        "--save_every=2", "--device=cpu"]  # a run of train.py that takes seconds
 
 
 # models and prompts
@@ -160,7 +165,54 @@ def separate(model, r, b, g, policy):
     return (hidden[P - 1:] @ model.head.t() / r.temperature).log_softmax(-1)
 
 
-# processes
+# runs of train.py
+
+def train_here(*args):
+    """train.main in this process, which then answers Ctrl-C as before and lets go of out_dir."""
+    before = signal.getsignal(signal.SIGINT)
+    try:
+        train.main([*FAST, *args])
+    finally:
+        signal.signal(signal.SIGINT, before)
+        while HELD:
+            os.close(HELD.popitem()[1])
+
+
+def start_train(*args):
+    """`python train.py` from another folder, as a user might; running. -> Popen"""
+    command = [sys.executable, os.path.join(ROOT, "train.py"), *FAST, *args]
+    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+
+
+def run_train(*args):
+    """The same until it ends. -> exit code, what it printed, its errors"""
+    process = start_train(*args)
+    printed, errors = process.communicate(timeout=200)
+    return process.returncode, printed, errors
+
+
+@pytest.fixture(scope="session")
+def finished(tmp_path_factory):
+    """A whole short run, not to be changed. -> out_dir, what it printed"""
+    out = str(tmp_path_factory.mktemp("run") / "out")
+    code, printed, errors = run_train(f"--out_dir={out}")
+    assert code == 0, errors
+    return out, printed
+
+
+def read_log(out_dir):
+    """log.jsonl without what depends on the clock: rows of evaluations, rows of steps."""
+    with open(os.path.join(out_dir, "log.jsonl")) as f:
+        log = [json.loads(line) for line in f]
+    log = [{k: v for k, v in row.items() if k not in ("rollout_s", "learn_s")} for row in log]
+    return [row for row in log if "loss" not in row], [row for row in log if "loss" in row]
+
+
+def read_checkpoint(out_dir):
+    return torch.load(os.path.join(out_dir, "ckpt.pt"), weights_only=True)
+
+
+# Triton's interpreter
 
 @pytest.fixture
 def pass_in_interpreter():
