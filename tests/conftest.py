@@ -1,4 +1,4 @@
-"""What several test files share: toy models, prompts, rollouts, and the words for comparing them."""
+"""What several test files share: toy models, prompts, logs, runs, and ways to compare them."""
 import json
 import os
 import signal
@@ -143,9 +143,10 @@ def logged(seed=0, B=2, G=3, R=7, L=3, nkv=2):
         stopped=torch.ones(B, G, dtype=torch.bool))
 
 
-def separate(model, r, b, g, policy):
-    """Log-softmax (n, V) of response g to prompt b by a forward pass of its own: plain attention
-    under a mask that is written out, entry by entry, from the log."""
+def separate(model, r, bg, policy):
+    """Log-softmax (n, V) of one response by a forward pass of its own: plain attention under a mask
+    that is written out from the log. bg: number of prompt and sample."""
+    b, g = bg
     P, n = len(r.prompts[b]), int(r.lengths[b, g])
     T = P + n - 1                                               # the last token is never fed
     i, j = torch.arange(T)[:, None], torch.arange(T)

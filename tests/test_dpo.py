@@ -4,9 +4,9 @@ from dataclasses import replace
 
 import pytest
 import torch
-from conftest import SMALL, learner, logged, prompts, ragged, rel, toy
 
 import train
+from conftest import SMALL, learner, logged, prompts, ragged, rel, toy
 from grpo import replay
 from objectives.dpo import best_and_worst, dpo_loss
 from rollout import generate
@@ -61,13 +61,13 @@ def test_without_a_pair():
     r = generate(net, prompts(61, 40), 4, 12, seed=1, **SMALL)
     c, objective, opt = learner(net, initial=toy(seed=5), objective="dpo")
     before, rewards = [p.detach().clone() for p in net.parameters()], torch.ones(2, 4)
-    log = train.update(net, opt, objective, r, rewards, c, lr=1e-3)
+    log = train.update(net, opt, objective, r, rewards=rewards, c=c, lr=1e-3)
     assert log["pairs"] == 0
     assert all(torch.equal(a, b) for a, b in zip(before, net.parameters()))
     line = dict(log, step=0, reward=1.0, truncated=0.0, equal=1.0, rollout_s=0.0, learn_s=0.0)
     assert "nothing replayed" in train.show(line)
     rewards[1, 2] = 0.0
-    log = train.update(net, opt, objective, r, rewards, c, lr=1e-3)
+    log = train.update(net, opt, objective, r, rewards=rewards, c=c, lr=1e-3)
     assert log["pairs"] == 1
     assert not all(torch.equal(a, b) for a, b in zip(before, net.parameters()))
 

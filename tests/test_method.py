@@ -9,10 +9,9 @@ from dataclasses import replace
 
 import pytest
 import torch
-from conftest import SMALL, STOP, gap, learner, logged, prompts, rel, separate, some_rewards, toy
 
-from grpo import pack, pack_by_hand
-from grpo import replay as replay_log
+from conftest import SMALL, STOP, gap, learner, logged, prompts, rel, separate, some_rewards, toy
+from grpo import pack, pack_by_hand, replay
 from kvcache import Eviction
 from rollout import generate
 from train import update
@@ -85,10 +84,10 @@ def test_packed_is_separate(policy):
     """All responses and both policies in one row: as if each had a forward pass of its own."""
     model, r = toy(dtype=torch.double), logged()
     with torch.no_grad():
-        got = replay_log(model, r)
+        got = replay(model, r)
         for b, g in r.mask.any(-1).nonzero().tolist():
             n = r.lengths[b, g]
-            want = separate(model, r, b, g, policy).gather(1, r.tokens[b, g, :n, None])[:, 0]
+            want = separate(model, r, (b, g), policy)[range(n), r.tokens[b, g, :n]]
             assert rel(got[policy][b, g, :n], want) < 1e-10
     assert rel(got["dense"], got["shadow"]) > 0.1
 
@@ -108,7 +107,7 @@ def test_sampler_and_learner_agree_again_after_an_update():
     c, objective, opt = learner(net)
     ask = dict(prompts=prompts(61, 40), group=4, max_new_tokens=8, **SMALL)
     before = generate(net, **ask)
-    log = update(net, opt, objective, before, some_rewards(2, 4), c, lr=1e-3)
+    log = update(net, opt, objective, before, rewards=some_rewards(2, 4), c=c, lr=1e-3)
     assert log["gap_max"] <= 1e-4
     assert gap(net, before) > 1e-2  # it was sampled by another policy now
     assert gap(net, generate(net, **ask)) <= 1e-4

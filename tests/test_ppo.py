@@ -3,8 +3,8 @@ import math
 
 import pytest
 import torch
-from conftest import STOP, gap, learner, logged, prompts, ragged, rel, some_rewards, toy
 
+from conftest import STOP, gap, learner, logged, prompts, ragged, rel, some_rewards, toy
 from grpo import replay
 from objectives.ppo import gae, value_loss, whiten
 from rollout import generate
@@ -18,7 +18,7 @@ def test_gae_by_hand():
     mask = ragged(3, 2, R=3)
     values = torch.tensor([[[0.2, 0.4, 0.6], [0.2, 0.4, NAN]]])
     rewards = torch.tensor([[[0, 0, 1.0], [0, 1.0, NAN]]])
-    adv, returns = gae(rewards, values, mask, 0.9, 0.5)
+    adv, returns = gae(rewards, values, mask, gamma=0.9, lam=0.5)
     # delta: 0.9 * 0.4 - 0.2, 0.9 * 0.6 - 0.4, 1 - 0.6 = 0.16, 0.14, 0.4
     # and where it stops: 0.16, 1 - 0.4 = 0.6
     want = torch.tensor([[[0.16 + 0.45 * 0.32, 0.14 + 0.45 * 0.4, 0.4],
@@ -26,12 +26,13 @@ def test_gae_by_hand():
     torch.testing.assert_close(adv, want)
     torch.testing.assert_close(returns, torch.tensor([[[0.504, 0.72, 1.0], [0.63, 1.0, 0]]]))
     # control: read on past the stop, the value of a prefix that never was would count
-    on = gae(rewards.nan_to_num(), values.nan_to_num(0.6), torch.ones_like(mask), 0.9, 0.5)[0]
+    on, _ = gae(rewards.nan_to_num(), values.nan_to_num(0.6), torch.ones_like(mask),
+                gamma=0.9, lam=0.5)
     assert torch.equal(on[0, 0], adv[0, 0]) and (on[0, 1, :2] - adv[0, 1, :2]).abs().min() > 0.01
     # gamma = lam = 1: what was earned minus what was expected; lam = 0: one step ahead
-    far = gae(rewards, values, mask, 1.0, 1.0)[0]
+    far = gae(rewards, values, mask, gamma=1.0, lam=1.0)[0]
     torch.testing.assert_close(far, torch.tensor([[[0.8, 0.6, 0.4], [0.8, 0.6, 0]]]))
-    near = gae(rewards, values, mask, 1.0, 0.0)[0]
+    near = gae(rewards, values, mask, gamma=1.0, lam=0.0)[0]
     torch.testing.assert_close(near, torch.tensor([[[0.2, 0.2, 0.4], [0.2, 0.6, 0]]]))
     assert not gae(rewards, values.requires_grad_(), mask)[0].requires_grad
 
@@ -112,7 +113,7 @@ def test_returns_and_values_of_the_loop():
     def error(values):
         return ((values - batch["returns"]) ** 2 * batch["scale"] / 2).sum().item()
 
-    log = update(net, opt, objective, r, rewards, c, lr=0.0)
+    log = update(net, opt, objective, r, rewards=rewards, c=c, lr=0.0)
     assert log["value_loss"] == pytest.approx(error(score(r)["value"]), rel=1e-4)
     assert log["value_loss"] != pytest.approx(error(score(r, policy="dense")["value"]), rel=1e-2)
     mean = score(r)["value"].sum() / r.mask.sum()
@@ -124,7 +125,7 @@ def test_a_group_of_one():
     net = toy()
     r = generate(net, prompts(61, 40), 1, 12, budget=24, window=8, seed=1)
     c, objective, opt = learner(net, objective="ppo", group=1)
-    log = update(net, opt, objective, r, some_rewards(2, 1), c, lr=1e-3)
+    log = update(net, opt, objective, r, rewards=some_rewards(2, 1), c=c, lr=1e-3)
     assert log["grad_norm"] > 0 and log["gap_max"] <= 1e-4
     assert gap(net, r) > 1e-4  # the weights moved
     with pytest.raises(ValueError, match="group must be at least 1, got 0"):

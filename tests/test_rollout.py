@@ -3,9 +3,9 @@ from dataclasses import replace
 
 import pytest
 import torch
-from conftest import SMALL, STOP, gap, largest_tensor, prompts, toy
 
 import rollout as rollout_file
+from conftest import SMALL, STOP, gap, largest_tensor, prompts, toy
 from grpo import replay
 from rollout import draw_token, generate
 

@@ -9,10 +9,10 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from conftest import FAST, ROOT, read_checkpoint, read_log, run_train, start_train, train_here
 from safetensors import safe_open
 
 import train
+from conftest import FAST, ROOT, read_checkpoint, read_log, run_train, start_train, train_here
 from objectives.dpo import DPO
 from support.run import Metrics, choose_device, write_whole
 
@@ -62,7 +62,7 @@ def test_objectives_resume_bitwise(name, tmp_path, monkeypatch):
         torch.save(state, os.path.join(wrong, "ckpt.pt"))
         # the head stays out of the model
         with safe_open(os.path.join(whole, "model", "model.safetensors"), "pt") as f:
-            assert all(f.get_tensor(k).shape != (1, 128) for k in f.keys())
+            assert all(f.get_tensor(k).shape != (1, 128) for k in f.keys())  # noqa: SIM118  it is no dict
     else:
         def against_itself(net, c, initial):
             return DPO(net, c, lambda: net)

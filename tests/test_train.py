@@ -4,6 +4,10 @@ import os
 
 import pytest
 import torch
+
+import grpo
+import objectives.ppo
+import train
 from conftest import (
     FAST,
     ROOT,
@@ -17,10 +21,6 @@ from conftest import (
     toy,
     train_here,
 )
-
-import grpo
-import objectives.ppo
-import train
 from data.problems import Problems
 from data.tasks import reward
 from data.tokenizer import Tokenizer
@@ -30,7 +30,6 @@ from model import Transformer
 from objectives.dpo import DPO
 from rollout import generate
 from support.run import Metrics
-
 
 # a whole run
 
@@ -213,7 +212,7 @@ def objective_gradients(rows, **changes):
     if objective.value is not None:
         torch.nn.init.constant_(objective.value.weight, 0.02)
     r, kept = sampled(net), Gradients(opt)
-    log = train.update(net, opt, objective, r, some_rewards(4, 4), c, lr=1e-3)
+    log = train.update(net, opt, objective, r, rewards=some_rewards(4, 4), c=c, lr=1e-3)
     return kept.found, log
 
 
@@ -239,7 +238,7 @@ def one_by_one(f):
 
 
 def loss_of_its_own_pairs(objective, out, part, batch, old, whole, loss=DPO.loss):
-    return loss(objective, out, part, batch, old, part)
+    return loss(objective, out, part, batch, old=old, whole=part)
 
 
 DENSE = dict(learner="dense")
@@ -277,15 +276,17 @@ def test_several_updates_per_rollout(name):
     net = toy()
     r = generate(net, prompts(61, 40), 4, 12, seed=1, **SMALL)
     c, objective, opt = learner(net, initial=toy(), objective=name, updates=3)
-    log = train.update(net, opt, objective, r, some_rewards(2, 4), c, lr=1e-2)
+    rewards = some_rewards(2, 4)
+    log = train.update(net, opt, objective, r, rewards=rewards, c=c, lr=1e-2)
     assert log["gap_max"] <= 1e-4
     if name == "dpo":
         assert log["pairs"] == 2
         assert abs(log["margin"]) < 1e-3  # of the first update: model and reference are the same
     else:
         assert log["clip_frac"] > 0
-        c, objective, opt = learner(toy(), objective=name)  # control: one update clips nothing
-        one = train.update(toy(), opt, objective, r, some_rewards(2, 4), c, lr=1e-2)
+        net = toy()  # control: one update clips nothing
+        c, objective, opt = learner(net, objective=name)
+        one = train.update(net, opt, objective, r, rewards=rewards, c=c, lr=1e-2)
         assert one["clip_frac"] == 0
 
 
@@ -294,7 +295,7 @@ def test_the_loss_of_an_update_by_hand(model):
     c, objective, opt = learner(model, distill=0.3)
     r, rewards = sampled(model), some_rewards(4, 4)
     kept = Gradients(opt)
-    log = train.update(model, opt, objective, r, rewards, c, lr=1e-3)
+    log = train.update(model, opt, objective, r, rewards=rewards, c=c, lr=1e-3)
     out = replay(model, r, distill_to="dense")
     scale = grpo.token_scale(r.mask)
     loss, _ = grpo.policy_loss(out["shadow"], None, advantages(rewards), r.mask)
@@ -368,11 +369,11 @@ def test_evaluate():
     are decoded at once."""
     folder = os.path.join(ROOT, "data", "tiny")
     net, tok = Transformer.from_pretrained(folder), Tokenizer(folder)
-    problems = Problems("kv", 0, 96, 6, tok)
+    problems = Problems("kv", 0, tokens=96, n_eval=6, tok=tok)
     c = train.settings(FAST)
     e = train.eviction_of(c)
     assert e == Eviction("snapkv", budget=24, window=16, sinks=2, pool=7)
-    got = train.evaluate(net, tok, problems, c, e)
+    got = train.evaluate(net, tok, problems, c, eviction=e)
 
     batch, ids = problems.get("eval", range(6))
     r = generate(net, ids, 1, 5, temperature=0.0, eviction=e, stop_ids=tok.stop_ids)
@@ -384,8 +385,9 @@ def test_evaluate():
     assert got["accept_p05"] == pytest.approx(accept.quantile(0.05).item(), rel=1e-4)
 
     c.eval_batch = 4
-    assert train.evaluate(net, tok, problems, c, e) == pytest.approx(got, rel=1e-4)
-    dense = train.evaluate(net, tok, problems, c, Eviction("none"))
+    assert train.evaluate(net, tok, problems, c, eviction=e) == pytest.approx(got, rel=1e-4)
+    dense = train.evaluate(net, tok, problems, c, eviction=Eviction("none"))
     assert dense.keys() == {"reward"} and dense["reward"] > 0
-    narrow = train.evaluate(net, tok, problems, c, Eviction("recent", budget=4, window=2, sinks=1))
+    few = Eviction("recent", budget=4, window=2, sinks=1)
+    narrow = train.evaluate(net, tok, problems, c, eviction=few)
     assert narrow["accept"] < got["accept"]  # control
