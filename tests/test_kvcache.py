@@ -502,6 +502,47 @@ def test_response_budget_that_is_not_reached(model):
     assert not torch.equal(a.logp_roll, c.logp_roll)
 
 
+@pytest.mark.parametrize("period", [2, 5, 9])
+@pytest.mark.parametrize("name, voters", [("snapkv", 3), ("h2o", 100)])
+def test_what_response_keys_are_scored_by(name, voters, period, monkeypatch):
+    """The latest queries in order, at most one for each step of a period; the keys held, oldest
+    first; and what the queries see of a prompt, padding left out."""
+    e = Eviction(name, budget=8, window=3, sinks=1, response_budget=4, period=period)
+    cache = KVCache(CONFIG, [12, 5], group=2, max_new_tokens=20, eviction=e)
+    seen = []
+
+    def spy(cache, layer, t, q, k, elsewhere=None, scores=KVCache.scores):
+        seen.append((t, q.clone(), k.clone(), elsewhere))  # eviction moves the keys
+        return scores(cache, layer, t, q, k, elsewhere=elsewhere)
+
+    for b, n in enumerate(cache.lengths):
+        cache.write_prompts(slice(b, b + 1), 0, q=rows(n, NH, HS), k=rows(n, NKV, HS, seed=b),
+                            v=rows(n, NKV, HS))
+    monkeypatch.setattr(KVCache, "scores", spy)
+    monkeypatch.setattr(cache, "config", replace(CONFIG, n_layer=1))
+    steps = [rows(3, 4, NH, HS, seed=10 + t) for t in range(19)]
+    for t, (q, k, v) in enumerate(steps, start=1):
+        cache.attend(0, q, k[:, :NKV].contiguous(), v[:, :NKV].contiguous())
+        cache.advance()
+        held = cache.born[0]
+        cache.evict_responses(t)
+        if t % period or not seen:
+            continue
+        at, q, k, elsewhere = seen[-1]
+        W = min(voters, period)
+        assert at == t and torch.equal(q, torch.stack([x[0] for x in steps[t - W:t]], 1))
+        for s in range(4):
+            for h in range(NKV):
+                born = [*held[s, h].tolist(), *range(t - period, t)]
+                want = torch.stack([steps[u][1][s, h] for u in born])
+                assert torch.equal(k[s, :, h], want)
+            for h in range(NH):
+                prompt = cache.prompt_k[0][s // 2, h // 2, :min(8, cache.lengths[s // 2])]
+                mass = (q[s, :, h] @ prompt.t() * HS ** -0.5).logsumexp(-1)
+                assert torch.allclose(elsewhere[s, h], mass, atol=1e-5)
+    assert len(seen) >= 2
+
+
 def test_h2o_adds_up_attention():
     """One layer, by hand: after two evictions the kept keys are those with the most attention from
     all queries that saw them."""

@@ -94,7 +94,7 @@ def test_returns_and_values_of_the_loop():
     net = toy()
     r = generate(net, prompts(61, 40), 4, 12, stop_ids=STOP, budget=24, window=8, seed=1)
     rewards = some_rewards(2, 4)
-    c, objective, opt = learner(net, objective="ppo")
+    c, objective, opt = learner(net, objective="ppo", value_coef=0.25, distill=0.0)
     torch.nn.init.normal_(objective.value.weight, 0, 0.1)
 
     def score(rollout, model=net, policy="shadow"):
@@ -116,6 +116,8 @@ def test_returns_and_values_of_the_loop():
     log = update(net, opt, objective, r, rewards=rewards, c=c, lr=0.0)
     assert log["value_loss"] == pytest.approx(error(score(r)["value"]), rel=1e-4)
     assert log["value_loss"] != pytest.approx(error(score(r, policy="dense")["value"]), rel=1e-2)
+    policy = -(batch["adv"] * batch["scale"]).sum().item()  # the ratio is 1
+    assert log["loss"] == pytest.approx(policy + 0.25 * log["value_loss"], rel=1e-4)
     mean = score(r)["value"].sum() / r.mask.sum()
     assert log["value"] == pytest.approx(mean.item(), rel=1e-4)
 
