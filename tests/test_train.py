@@ -290,6 +290,23 @@ def test_several_updates_per_rollout(name):
         assert one["clip_frac"] == 0
 
 
+def test_ratios_are_to_the_policy_before_the_first_update():
+    """Not to the one before this update."""
+    net = toy()
+    c, objective, opt = learner(net, updates=3)
+    was, now = [], []
+
+    def spy(out, part, batch, old, whole, loss=objective.loss):
+        was.append(old)
+        now.append(out[c.learner].detach())
+        return loss(out, part, batch, old=old, whole=whole)
+
+    objective.loss = spy
+    train.update(net, opt, objective, sampled(net), rewards=some_rewards(4, 4), c=c, lr=1e-2)
+    assert was[0] is None and torch.equal(was[1], now[0]) and torch.equal(was[2], now[0])
+    assert not torch.equal(now[1], now[0])
+
+
 def test_the_loss_of_an_update_by_hand(model):
     """Objective plus distillation, of one replay."""
     c, objective, opt = learner(model, distill=0.3)
