@@ -40,8 +40,8 @@ def best_and_worst(rollout, rewards):
     """The rollout of a pair per prompt, best response first, by rewards (B, G); of equals the first. -> Rollout, G = 2
 
     Prompts whose responses all earned the same have no pair and are left out, so the rollout may hold no prompt at all."""
-    differ = rewards.max(1).values > rewards.min(1).values                                    # (B,)
-    pair = torch.stack([rewards.argmax(1), rewards.argmin(1)], 1)                             # (B, 2) samples
+    differ = rewards.max(1).values > rewards.min(1).values                    # (B,)
+    pair = torch.stack([rewards.argmax(1), rewards.argmin(1)], 1)             # (B, 2) samples
     return rollout.select(differ.nonzero()[:, 0], pair[differ])
 
 

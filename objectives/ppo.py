@@ -28,7 +28,7 @@ class PPO(GRPO):
     def prepare(self, rollout, rewards, score):
         c, mask = self.c, rollout.mask
         out = score(rollout)
-        logp, values = out[c.learner], out["value"]                                           # (B, G, R)
+        logp, values = out[c.learner], out["value"]                           # (B, G, R)
         at_end = torch.zeros_like(logp).scatter(2, rollout.lengths[..., None] - 1, rewards[..., None])
         adv, returns = gae(at_end, values, mask, gamma=c.gamma, lam=c.lam)
         batch = dict(adv=whiten(adv, mask), scale=token_scale(mask, c.norm), values=values, returns=returns)

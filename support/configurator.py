@@ -61,3 +61,13 @@ def configure(defaults, argv, choices={}, refused={}):
                 if not key.startswith("__"):
                     set_key(config, key, value, arg, choices, refused)
     return config
+
+
+def check_ranges(c, ranges):
+    """Raise ValueError for a setting of the namespace c out of its (lowest, highest); None: no limit."""
+    for key, (low, high) in ranges.items():
+        value = getattr(c, key)
+        if high is None and value < low:
+            raise ValueError(f"{key} must be at least {low}, got {value}")
+        if high is not None and not low <= value <= high:
+            raise ValueError(f"{key} must be between {low} and {high}, got {value}")
