@@ -495,7 +495,7 @@ def loop(c, tok, net, problems, opt, aux, step0, evals, kv, interrupted):
         kv = rollout.kv
         # 3. reward the decoded text; what was sampled is never encoded again
         texts = [[tok.decode(t[:n]) for t, n in zip(*row)] for row in zip(rollout.tokens.tolist(), rollout.lengths.tolist())]
-        rewards = torch.tensor([[reward(p, t, c.format_bonus) for t in row] for p, row in zip(batch, texts)], device=net.device)
+        rewards = torch.tensor([[reward(p, t) for t in row] for p, row in zip(batch, texts)], device=net.device)
         t1 = time.time()
         # 4. advantages within each group; ppo and dpo learn from the rewards themselves
         signal = advantages(rewards, c.norm) if c.objective == "grpo" else rewards  # (B, G)
