@@ -304,8 +304,8 @@ def evaluate_both(c, run, net, tok, problems):
     evals.append(e)
     run.log(e)
     print(f"eval {run.step:4d} | held-out reward ({problems.n_eval} problems), greedy: "
-          f"compressed cache {e['eval_compressed']:.3f}, dense cache {e['eval_dense']:.3f}{overlap}",
-          flush=True)
+          f"compressed cache {e['eval_compressed']:.3f}, dense cache {e['eval_dense']:.3f}"
+          f"{overlap}", flush=True)
 
 
 def eviction_of(c):

@@ -137,14 +137,15 @@ class Run:
             self.memory, self.learner = state["memory"], state["learner"]
         except Exception as e:  # a damaged file raises whatever its first wrong byte leads to
             reason = " ".join(str(e).split())[:200]
-            raise ValueError(f"resume: {path} cannot be read: {type(e).__name__}: {reason}") from None
+            raise ValueError(f"resume: {path} cannot be read: {type(e).__name__}: "
+                             f"{reason}") from None
         for key, value in vars(c).items():
             if key not in self.may_change and was.get(key) != value:
                 raise ValueError(f"resume: {key} was {was.get(key)!r} in the run in {c.out_dir!r}, "
                                  f"now it is {value!r}")
         if self.step > c.steps:
-            raise ValueError(f"resume: the run in {c.out_dir!r} has done {self.step} steps already, "
-                             f"steps={c.steps}")
+            raise ValueError(f"resume: the run in {c.out_dir!r} has done {self.step} steps "
+                             f"already, steps={c.steps}")
 
     def open(self):
         """Make out_dir, clear it of an old run if that was asked for, cut the log back to the step
@@ -157,7 +158,7 @@ class Run:
                     os.remove(self.path(name))
         elif os.path.exists(self.path("log.jsonl")):
             with open(self.path("log.jsonl"), "rb") as f:
-                lines = [line.decode() for line in f if line.endswith(b"\n")]  # a kill halves a line
+                lines = [line.decode() for line in f if line.endswith(b"\n")]  # not half a line
             lines = [line for line in lines if json.loads(line)["step"] < self.step]
             write_text(self.path("log.jsonl"), "".join(lines))
         write_text(self.path("config.json"), json.dumps(vars(self.c), indent=2))
