@@ -166,7 +166,7 @@ def draw_cache(ax, words, kept, answer):
 
 
 def draw_matrix(ax, until, kept, P, lengths):
-    """The mask of one head. until (N,): its lifetimes, kept: its positions, lengths: of responses."""
+    """The mask of one head. until (N,): lifetimes, kept: positions, lengths: of responses."""
     N = len(until)
     letters = kinds(kept, P).ljust(N, "r")
     lines = []
