@@ -1,44 +1,199 @@
 """
-Policy objectives (GRPO, PPO, online DPO) as pure functions, and `replay`, which scores a rollout with the learner.
+The learner: a logged rollout becomes one packed row, one forward pass scores both policies, and GRPO's loss is a formula.
 
-The idea of GRPO. G responses to one prompt are each other's baseline:
+The idea. `pack` lays each group out in one long row of tokens,
 
-    A_g = (reward_g - mean) / (std + 1e-4)                                   advantages; "constant" leaves out the division
-    r_t = exp(logp_t - logp_old_t)                                           per-token ratio to the policy before the update
+    [ prompt | dense copies of the G responses | shadow copies of the G responses ] [ next prompt | ...
+
+and gives every key, in every layer and KV head, the row at which it dies: `until`. This is where a logged eviction becomes a
+lifetime. `replay` runs the model once over that row. Dense copies see the whole prompt, shadow copies see what the sampler
+saw, so one forward pass yields the log-probs of the dense policy and of the policy that sampled, and the KL between them.
+
+GRPO: the G responses to one prompt are each other's baseline.
+
+    A_g = (reward_g - mean) / (std + 1e-4)                                   "constant" leaves out the division
+    r_t = exp(logp_t - logp_old_t)                                           ratio to the learner before the update
     L   = sum_t scale_t w_t * -min(r_t A, clip(r_t, 1 - clip, 1 + clip_high) A)
 
-`scale` is the reduction by name, `w` corrects for a sampler that was not the learner: with a dense learner and an evicting
-sampler it is all there is (`correction`); with replay both are one policy. On the first update after a rollout r is exactly 1,
+`scale` is the reduction by name. `w` corrects for a sampler that was not the learner: with a dense learner and an evicting
+sampler it is all there is; with replay both are one policy and w is 1. On the first update after a rollout r is exactly 1,
 so the loss is 0 by construction ("sequence"; the others leave the spread of lengths), its gradient not.
 
-PPO has the same L with an advantage per token, from a learned value of every prefix (`gae`, `value_loss`). Online DPO keeps the
-best and the worst response of each group and raises the odds of the one over the other (`best_and_worst`, `dpo_loss`). Both
-read the learner's policy from `replay`, so under the Shadow Mask they too update the policy that sampled.
-
-`replay` packs each group once, runs one forward under the key lifetimes that the rollout logged, and returns the log-probs
-of the dense and of the shadow policy. Head, log-softmax and the KL between the two (over the whole vocabulary, so no
-estimator is needed) are computed in chunks of rows, again in the backward pass: rows x vocabulary never exists.
-
-Left out on purpose: reward models, entropy bonus, a dual clip, sequence-level ratios (GSPO), top-p and top-k.
-Departures: tokens that a correction rejects weigh 0 but stay in the loss's denominator (verl takes them out of the mask), so
-that a reduction means one thing for all methods. PPO takes a response that was cut for one that ended: no value is added to its reward.
+Left out on purpose: reward models, entropy bonus, a dual clip, sequence-level ratios (GSPO).
+Departures: tokens that a correction rejects weigh 0 but stay in the loss's denominator (verl takes them out of the mask).
 
 References: GRPO 2402.03300, PPO's clip 1707.06347, DAPO (token mean, clip-higher) 2503.14476, Dr. GRPO ("constant")
-2503.20783, GAE 1506.02438, DPO 2305.18290, online DPO 2402.04792, Shadow Mask Distillation 2605.06850, Sparse-RL 2601.10079,
-acceptance 2606.08446, reference KL with the ratio factor 2512.02556 (all arXiv); the value's clip: PPO2 in OpenAI's baselines;
-estimator k3: joschu.net/blog/kl-approx.html.
+2503.20783, Shadow Mask Distillation 2605.06850, Sparse-RL 2601.10079, acceptance 2606.08446, reference KL with the ratio
+factor 2512.02556 (all arXiv); estimator k3: joschu.net/blog/kl-approx.html.
 """
-from dataclasses import dataclass, replace
-from functools import partial
+from dataclasses import dataclass
 
 import torch
 
+from fast.head import head_rows
 from fast.launch import widen
-from fast.head import HeadRows, kl_rows, score
 from shadow_attn import prepare_layers, shadow_attention
 
 NORMS = ("sequence", "token", "constant")
 
+
+@dataclass
+class Packed:
+    """Groups laid out in one row of N tokens, for one forward pass of the learner."""
+    ids: torch.Tensor    # (N,) int64
+    pos: torch.Tensor    # (N,) int64 true positions: response token t sits at P + t in every copy
+    until: torch.Tensor  # (L, nkv, N) int32: visible(query i, key j) = j <= i < until[layer, kv_head, j]
+    rows: dict           # policy -> (B, G, R) int64: the row that predicts each response token, -1 past each length
+
+
+def pack_by_hand(rollout, policies=("dense", "shadow")):
+    """What `pack` does, one key at a time: the text to read. -> Packed
+
+    Response token 0 is predicted by the prompt's last row, which saw all keys in the sampler too. Token t > 0 is predicted by
+    the row of token t - 1, so the last token of a response needs no row: n tokens take n - 1 rows per copy."""
+    B, G, R = rollout.tokens.shape
+    L, nkv = rollout.until.shape[:2]
+    policies = [p for p in ("dense", "shadow") if p in policies]  # dense first: dropped prompt keys die where shadow begins
+    ids, pos, until = [], [], []                                  # of each row; until[row][layer][kv_head]
+    rows = {p: torch.full((B, G, R), -1) for p in policies}
+    for b, prompt in enumerate(rollout.prompts):
+        lengths = rollout.lengths[b].tolist()
+        own = sum(n - 1 for n in lengths)                         # rows of one copy of all responses
+        first, P = len(ids), len(prompt)
+        end = first + P + len(policies) * own                     # where the next group begins
+        shadow_begins = end - own if "shadow" in policies else end
+
+        for j, token in enumerate(prompt):
+            ids.append(token)
+            pos.append(j)
+            # a kept prompt key lives to the end of its group, a dropped one until the shadow copies begin
+            until.append([[end if j in rollout.kept[b][layer][h].tolist() else shadow_begins
+                           for h in range(nkv)] for layer in range(L)])
+        for policy in policies:
+            for g in range(G):
+                born = len(ids)                                   # the first row of this copy
+                ends = born + lengths[g] - 1
+                rows[policy][b, g, 0] = first + P - 1
+                for t in range(lengths[g] - 1):
+                    ids.append(int(rollout.tokens[b, g, t]))
+                    pos.append(P + t)
+                    # a response key dies with its copy, in a shadow copy also when the sampler dropped it
+                    died = [[born + int(rollout.until[layer, h, b, g, t]) for h in range(nkv)] for layer in range(L)]
+                    until.append([[min(d, ends) if policy == "shadow" else ends for d in heads] for heads in died])
+                    rows[policy][b, g, t + 1] = born + t
+    until = torch.tensor(until, dtype=torch.int32).permute(1, 2, 0)  # (L, nkv, N)
+    return Packed(torch.tensor(ids), torch.tensor(pos), until, rows)
+
+
+def check_log(rollout, policies):
+    """Raise ValueError for unknown policies and for a log that does not fit the rollout."""
+    if not policies or len(set(policies)) < len(policies) or not set(policies) <= {"dense", "shadow"}:
+        raise ValueError(f"policies are 'dense' and 'shadow', each at most once, got {tuple(policies)}")
+    B, G, R = rollout.tokens.shape
+    if len(rollout.prompts) != B or len(rollout.kept) != B or rollout.until.shape[2:] != (B, G, R):
+        raise ValueError(f"the log does not fit {B} prompts x {G} samples x {R} tokens: kept for {len(rollout.kept)} "
+                         f"prompts, until {tuple(rollout.until.shape)}")
+    if rollout.lengths.min() < 1 or rollout.lengths.max() > R:
+        raise ValueError(f"response lengths must be 1 to {R}, got {int(rollout.lengths.min())} to {int(rollout.lengths.max())}")
+
+
+def prompt_lifetimes(kept, until, dropped_at, end):
+    """until (L, nkv, P) of a prompt's keys, filled in place: those kept live to `end`, the others die at `dropped_at`."""
+    L, nkv, P = until.shape
+    until.fill_(dropped_at)
+    if torch.is_tensor(kept):                                     # all layers keep equally many: (L, nkv, K)
+        layers = [(until, kept)]
+    else:
+        layers = list(zip(until, kept))
+    if len(layers) not in (1, L):
+        raise ValueError(f"the log has {len(layers)} layers, the model {L}")
+    for lives, positions in layers:
+        if positions.shape[:-1] != lives.shape[:-1] or positions.max() >= P:
+            raise ValueError(f"kept is {tuple(positions.shape)} up to {int(positions.max())}, the prompt has {P} tokens")
+        lives.scatter_(-1, positions, end)
+
+
+def pack(rollout, policies=("dense", "shadow")):
+    """Lay a rollout out for the learner; which copies of the responses it holds is up to `policies`. -> Packed
+
+    `pack_by_hand` in tensors, a policy's copies of a whole group at a time. Raises ValueError for misaligned logs."""
+    check_log(rollout, policies)
+    policies = [p for p in ("dense", "shadow") if p in policies]
+    B, G, R = rollout.tokens.shape
+    (L, nkv), dev = rollout.until.shape[:2], rollout.tokens.device
+    ids, pos, until = [], [], []
+    rows = {p: torch.full((B, G, R), -1, dtype=torch.int64, device=dev) for p in policies}
+    first = 0                                                     # row at which this group begins
+    for b, prompt in enumerate(rollout.prompts):
+        P = len(prompt)
+        n = rollout.lengths[b] - 1                                # (G,) rows of each copy
+        own = int(n.sum())
+        size = P + len(policies) * own
+        end = first + size
+        shadow_begins = end - own if "shadow" in policies else end
+        dies = torch.empty(L, nkv, size, dtype=torch.int32, device=dev)
+        prompt_lifetimes(rollout.kept[b], dies[:, :, :P], shadow_begins, end)
+        ids.append(torch.tensor(prompt, device=dev))
+        pos.append(torch.arange(P, device=dev))
+        g, t = (torch.arange(R, device=dev) < n[:, None]).nonzero(as_tuple=True)  # (own,) sample and token of each row
+        born = P                                                  # of this policy's copies, counted from `first`
+        for policy in policies:
+            ids.append(rollout.tokens[b, g, t])
+            pos.append(P + t)
+            dropped = n[g]                                        # (own,) response step: the end of its copy, or earlier
+            if policy == "shadow":
+                dropped = rollout.until[:, :, b, g, t].minimum(dropped)  # (L, nkv, own)
+            copy = first + born + n.cumsum(0)[g] - n[g]           # (own,) row at which the copy begins
+            dies[:, :, born:born + own] = copy + dropped
+            rows[policy][b, :, 0] = first + P - 1
+            rows[policy][b, g, t + 1] = first + torch.arange(born, born + own, device=dev)
+            born += own
+        until.append(dies)
+        first = end
+    return Packed(torch.cat(ids), torch.cat(pos), torch.cat(until, dim=2), rows)
+
+
+def replay(model, rollout, policies=("dense", "shadow"), distill_to=None, stats=False, checkpointing=False, value=None):
+    """Score the rollout's tokens with the learner, under every policy asked for, in one packed forward pass.
+
+    -> dict of (B, G, R), fp32, at the rollout's temperature (0, greedy, scores at 1, as the sampler does), 0 past each length:
+      the log-probs of each policy by its name, with gradients;
+      "kl", where distill_to names the student: KL(student || other policy) per token over the vocabulary, teacher detached;
+      with stats, without gradients: "entropy" of the last policy and, of two, "accept" = sum over the vocabulary of
+      min(p_dense, p_shadow);
+      "value", with value (hidden (n, C) fp32 -> (n, 1)): of the rows that predict the tokens under the last policy.
+    checkpointing: see Transformer.forward. Raises ValueError for unknown policies, a student without a teacher, and a log
+    that does not fit the model."""
+    policies = tuple(policies)
+    packed, mask, c = pack(rollout, policies), rollout.mask, model.config
+    if distill_to is not None and (len(policies) < 2 or distill_to not in policies):
+        raise ValueError(f"distill_to={distill_to!r} needs both policies and one of their names, got {policies}")
+    N = len(packed.ids)
+    if packed.until.shape != (c.n_layer, c.n_kv_head, N):
+        raise ValueError(f"the log holds lifetimes {tuple(packed.until.shape)}, the model needs "
+                         f"{(c.n_layer, c.n_kv_head, N)}: (layers, KV heads, rows)")
+    # one preparation for all layers saves thousands of small launches; for very long rows its lists would be large
+    plans = [None] * c.n_layer
+    if packed.until.is_cuda and c.n_layer * c.n_kv_head * N ** 2 < 2**39:
+        plans = prepare_layers(packed.until, torch.is_grad_enabled())
+
+    def attend(layer, q, k, v):
+        return shadow_attention(q, k, v, packed.until[layer], plan=plans[layer])
+
+    hidden = model(packed.ids, packed.pos, attend, checkpointing)                             # (N, C)
+    # only rows that predict a response token meet the head. Indexing, not index_select: the prompt's last row is gathered once
+    # per response; this sums its gradients in a fixed order
+    hidden = [hidden[packed.rows[p][mask]] for p in policies]                                 # (n, C) each
+    student = policies.index(distill_to) if distill_to else None
+    out = head_rows(model.head, hidden, rollout.tokens[mask], temperature=rollout.temperature or 1.0, student=student,
+                    stats=stats)
+    out.update(zip(policies, out.pop("logp")))
+    if value is not None:
+        out["value"] = value(widen(hidden[-1]))[:, 0]
+    return {name: x.new_zeros(mask.shape).masked_scatter(mask, x) for name, x in out.items()}  # (n,) -> (B, G, R)
+
+
+# from here on: pure functions of log-probs, advantages and masks, all (B, G, R) unless said otherwise
 
 def advantages(rewards, norm="sequence"):
     """rewards (B, G) -> advantages (B, G): reward minus the group's mean, over (std + 1e-4) unless norm is "constant".
@@ -74,65 +229,6 @@ def token_scale(mask, norm="sequence"):
     if norm == "sequence":
         return weight / weight.sum(-1, keepdim=True).clamp(min=1) / (mask.numel() / mask.shape[-1])
     return weight / (weight.sum().clamp(min=1) if norm == "token" else mask.numel())
-
-
-def gae(rewards, values, mask, gamma=1.0, lam=0.95):
-    """Generalized advantage estimation. rewards, values (B, G, R) per token, mask bool -> advantages, returns (B, G, R).
-
-        delta_t = reward_t + gamma V_{t+1} - V_t,   A_t = delta_t + gamma lam A_{t+1},   return_t = A_t + V_t
-
-    V_t is the value of the prefix that predicts token t; past the last token of a response V and A are 0, whatever stands
-    there, and so is what is returned. Detached (1506.02438, eq. 16)."""
-    rewards, values = (torch.where(mask, x.detach(), 0.0) for x in (rewards, values))
-    adv, last = torch.zeros_like(values), torch.zeros_like(values[..., 0])
-    for t in reversed(range(values.shape[-1])):
-        after = values[..., t + 1] if t + 1 < values.shape[-1] else 0.0
-        last = rewards[..., t] + gamma * after - values[..., t] + gamma * lam * last  # (B, G)
-        adv[..., t] = last
-    return adv, adv + values
-
-
-def whiten(x, mask):
-    """x (B, G, R) minus the mean over the mask's tokens, over (std + 1e-4); 0 past the mask. Computed in fp64, as advantages."""
-    some = x[mask].double()  # (n,)
-    some = (some - some.mean()) / (some.std(correction=min(1, len(some) - 1)) + 1e-4)
-    return torch.zeros_like(x).masked_scatter(mask, some.to(x.dtype))
-
-
-def value_loss(values, values_old, returns, mask, clip=0.2, scale=None):
-    """Clipped value loss of PPO2, all (B, G, R), mask bool -> scalar: sum of scale (None: mean over all tokens) times
-
-        0.5 max((V - return)^2, (V_old + clamp(V - V_old, -clip, clip) - return)^2)
-
-    values_old: before the first update on the rollout. A value that moved by more than clip towards its return has no
-    gradient. What stands past the mask has no influence, NaN included."""
-    scale = token_scale(mask, "token") if scale is None else scale
-    values, old, returns = (torch.where(mask, x, 0.0) for x in (values, values_old.detach(), returns.detach()))
-    near = old + (values - old).clamp(-clip, clip)
-    return (scale * 0.5 * torch.maximum((values - returns) ** 2, (near - returns) ** 2)).sum()
-
-
-def best_and_worst(rollout, rewards):
-    """The rollout of a pair per prompt, best response first, by rewards (B, G); of equals the first. -> Rollout, G = 2
-
-    Prompts whose responses all earned the same have no pair and are left out, so the rollout may hold no prompt at all."""
-    b = (rewards.max(1).values > rewards.min(1).values).nonzero()  # (pairs, 1) prompts
-    g = torch.stack([rewards.argmax(1), rewards.argmin(1)], 1)[b[:, 0]]  # (pairs, 2) samples
-    r, of_prompts = rollout, lambda x: [x[i] for i in b[:, 0].tolist()]
-    return replace(r, prompts=of_prompts(r.prompts), kept=of_prompts(r.kept), tokens=r.tokens[b, g], lengths=r.lengths[b, g],
-                   logp_roll=r.logp_roll[b, g], until=r.until[:, :, b, g], stopped=r.stopped[b, g], kv={})
-
-
-def dpo_loss(logp, logp_ref, mask, beta=0.1):
-    """-log sigmoid(beta ((logp_w - ref_w) - (logp_l - ref_l))), summed log-probs of whole responses (2305.18290, eq. 7).
-
-    logp, logp_ref, mask (B, 2, R), the better response (w) first, the reference without gradient -> losses (B,), margins
-    (B,) detached: what stands in the brackets behind beta. What stands past the mask has no influence, NaN included."""
-    if logp.shape[1] != 2:
-        raise ValueError(f"a pair has 2 responses, got {logp.shape[1]}")
-    gain = (torch.where(mask, logp, 0.0) - torch.where(mask, logp_ref.detach(), 0.0)).sum(-1)  # (B, 2)
-    margin = gain[:, 0] - gain[:, 1]
-    return -torch.nn.functional.logsigmoid(beta * margin), margin.detach()
 
 
 def log_ratio(mask, logp, logp_old):
@@ -199,106 +295,45 @@ def reference_kl(logp, logp_ref, mask, logp_old=None):
     return ratio * (d.exp() - d - 1)
 
 
-def distill_kl(student_logits, teacher_logits, mask):
-    """Mean over masked rows of KL(student || teacher), teacher detached; 0 if no row is masked. logits (n, V), mask (n,) bool.
+class GRPO:
+    """The objective as the loop of train.py sees it; objectives/ has others with the same three methods.
 
-    Rows outside the mask are never computed with, so what stands there cannot leak."""
-    student = widen(student_logits[mask]).log_softmax(-1)  # (rows, V)
-    teacher = widen(teacher_logits[mask]).detach().log_softmax(-1)
-    return kl_rows(student, teacher).sum() / max(1, len(student))
+    settings: those of train.py. initial(): a frozen copy of the model as it was at first, for objectives that need one."""
+    value = None  # PPO: a head that is trained and saved with the model
 
+    def __init__(self, model, settings, initial):
+        c = self.c = settings
+        self.check_group(at_least=2)
+        if c.correction != "none" and (c.evict == "none" or c.learner == "shadow"):
+            raise ValueError(f"correction={c.correction} weighs a sampler that was not the learner, with evict={c.evict} and "
+                             f"learner={c.learner} they are one policy and all weights 1: say --learner=dense and evict")
 
-@dataclass
-class Packed:
-    """Groups laid out in one row of N tokens, for one forward pass of the learner."""
-    ids: torch.Tensor    # (N,) int64
-    pos: torch.Tensor    # (N,) int64 true positions: response token t sits at P + t in every copy
-    until: torch.Tensor  # (L, nkv, N) int32: visible(query i, key j) = j <= i < until[layer, kv_head, j]
-    rows: dict           # policy -> (B, G, R) int64: the row that predicts each response token, -1 past each length
+    def check_group(self, at_least):
+        if self.c.group < at_least:
+            why = ": samples of one prompt are compared" if at_least > 1 else ""
+            raise ValueError(f"group must be at least {at_least}, got {self.c.group}{why}")
 
+    def prepare(self, rollout, rewards, score):
+        """Once per rollout, before its first update: what takes the whole batch, so that micro-batches of any size give the same
+        gradient. rewards (B, G); score(rollout, model=None) -> what replay returns for the learner, or for another model,
+        without gradients. -> rollout to learn from, batch (tensors that micro-batches take their prompts of), numbers to log"""
+        batch = dict(adv=advantages(rewards, self.c.norm), scale=token_scale(rollout.mask, self.c.norm))
+        if self.c.correction == "none":  # the learner's own log-probs come with the first update
+            return rollout, batch, {}
+        batch["weight"], log = self.weigh(rollout, score(rollout)[self.c.learner])
+        return rollout, batch, log
 
-def pack(rollout, policies=("dense", "shadow")):
-    """Lay a rollout out for the learner; which copies of the responses it holds is up to `policies`. -> Packed
+    def weigh(self, rollout, logp):
+        """Weights (B, G, R) of the configured correction, and their numbers for the log."""
+        weight, n = correction(self.c.correction, logp, rollout.logp_roll, rollout.mask), rollout.mask.sum().item()
+        rejected = ((weight == 0) & rollout.mask).sum().item() / n
+        return weight, dict(weight=weight.sum().item() / n, rejected=rejected)
 
-    The row that predicts response token 0 is the prompt's last row, shared by all copies; the last token of a response is
-    never fed, so a response of n tokens takes n - 1 rows per copy. Raises ValueError for misaligned logs."""
-    unknown = set(policies) - {"dense", "shadow"}
-    if unknown or not policies:
-        raise ValueError(f"policies are 'dense' and 'shadow', got {tuple(policies)}")
-    # dense copies come first: keys that the rollout dropped die where the shadow copies begin
-    policies = [p for p in ("dense", "shadow") if p in policies]
-    B, G, R = rollout.tokens.shape
-    (L, nkv), dev = rollout.until.shape[:2], rollout.tokens.device
-    if len(rollout.prompts) != B or len(rollout.kept) != B or rollout.until.shape[2:] != (B, G, R):
-        raise ValueError(f"the log does not fit {B} prompts x {G} samples x {R} tokens: kept for {len(rollout.kept)} prompts, "
-                         f"until {tuple(rollout.until.shape)}")
-    if rollout.lengths.min() < 1 or rollout.lengths.max() > R:
-        raise ValueError(f"response lengths must be 1 to {R}, got {int(rollout.lengths.min())} to {int(rollout.lengths.max())}")
-    lengths = rollout.lengths.tolist()
-    ids, pos, until = [], [], []
-    rows = {p: torch.full((B, G, R), -1, dtype=torch.int64, device=dev) for p in policies}
-    row = 0  # next free row
-    for b, prompt in enumerate(rollout.prompts):
-        P, last = len(prompt), row + len(prompt) - 1
-        size = P + len(policies) * sum(n - 1 for n in lengths[b])
-        end, born = row + size, row + P
-        shadow_start = end - sum(n - 1 for n in lengths[b]) if "shadow" in policies else end  # where evicted keys die
-        kept = rollout.kept[b]
-        if kept.shape[:2] != (L, nkv) or kept.max() >= P:
-            raise ValueError(f"kept of prompt {b} is {tuple(kept.shape)} up to {int(kept.max())}, the prompt has {P} tokens")
-        death = torch.full((L, nkv, size), shadow_start, dtype=torch.int32, device=dev)
-        death[:, :, :P].scatter_(2, kept, end)
-        ids.append(torch.tensor(prompt, device=dev))
-        pos.append(torch.arange(P, device=dev))
-        m = rollout.lengths[b] - 1                                                                 # (G,) rows of a copy
-        g, t = (torch.arange(R, device=dev) < m[:, None]).nonzero(as_tuple=True)                   # sample and token of each row
-        for policy in policies:
-            ids.append(rollout.tokens[b, g, t])
-            pos.append(P + t)
-            dies = rollout.until[:, :, b, g, t].minimum(m[g]) if policy == "shadow" else m[g]      # response step
-            death[:, :, born - row:born - row + len(g)] = born + m.cumsum(0)[g] - m[g] + dies      # a copy begins, and then
-            rows[policy][b, :, 0] = last
-            rows[policy][b, g, t + 1] = torch.arange(born, born + len(g), device=dev)
-            born += len(g)
-        until.append(death)
-        row = end
-    return Packed(torch.cat(ids), torch.cat(pos), torch.cat(until, dim=2), rows)
-
-
-def replay(model, rollout, policies=("dense", "shadow"), distill_to=None, stats=False, checkpointing=False, value=None):
-    """Score the rollout's tokens with the learner, under every policy asked for, in one packed forward pass.
-
-    -> dict of (B, G, R), fp32, at the rollout's temperature (0, greedy, scores at 1, as the sampler does), 0 past each length:
-    the log-probs of each policy by its name, with gradients; "kl" = KL(student || teacher) per token over the vocabulary,
-    teacher detached, where distill_to names the student and the other policy teaches; with stats, and without gradients,
-    "entropy" of the last policy and, of two, "accept" = sum over the vocabulary of min(p_dense, p_shadow). checkpointing: see
-    Transformer.forward. value: hidden (n, C) fp32 -> (n, 1), given the rows that predict the tokens under the last policy: "value".
-    Raises ValueError for unknown policies, a student without a teacher, and a log that does not fit the model."""
-    policies = tuple(policies)
-    if not policies or len(set(policies)) < len(policies) or not set(policies) <= {"dense", "shadow"}:
-        raise ValueError(f"policies are 'dense' and 'shadow', each at most once, got {policies}")
-    if distill_to is not None and (len(policies) < 2 or distill_to not in policies):
-        raise ValueError(f"distill_to={distill_to!r} needs both policies and one of their names, got {policies}")
-    packed, mask, c = pack(rollout, policies), rollout.mask, model.config
-    need = (c.n_layer, c.n_kv_head, len(packed.ids))
-    if packed.until.shape != need:
-        raise ValueError(f"the log holds lifetimes {tuple(packed.until.shape)}, the model needs {need}: (layers, kv heads, rows)")
-    rows = [packed.rows[p][mask] for p in policies]  # (n,) each: only rows that predict a response token meet the head
-    if len(rows[0]) == 0 or min(int(r.min()) for r in rows) < 0:
-        raise ValueError("the rollout holds no response token, or one that no packed row predicts")
-    # one preparation for all layers saves thousands of small launches; for very long rows its lists would be large
-    together = packed.until.is_cuda and c.n_layer * c.n_kv_head * len(packed.ids) ** 2 < 2**39
-    plans = prepare_layers(packed.until, torch.is_grad_enabled()) if together else [None] * c.n_layer
-    attend = lambda layer, q, k, v: shadow_attention(q, k, v, packed.until[layer], plan=plans[layer])
-    hidden = model(packed.ids, packed.pos, attend, checkpointing)  # (N, C)
-    # indexing, not index_select: the prompt's last row is gathered once per response; this sums its gradients in a fixed order
-    hidden = [hidden[r] for r in rows]  # (n, C) each
-    student = policies.index(distill_to) if distill_to else None
-    fn = partial(score, temperature=rollout.temperature or 1.0, student=student, stats=stats)
-    out = HeadRows.apply(fn, rollout.tokens[mask], model.head, *hidden)  # (k, n)
-    names = [*policies, *(["kl"] if distill_to else []), *(["entropy", "accept"][:len(policies)] if stats else [])]
-    grid = lambda name, x: x.new_zeros(mask.shape).masked_scatter(mask, x.detach() if name in ("entropy", "accept") else x)
-    result = {name: grid(name, x) for name, x in zip(names, out)}
-    if value is not None:
-        result["value"] = grid("value", value(widen(hidden[-1]))[:, 0])
-    return result
+    def loss(self, out, part, batch, old, whole):
+        """One micro-batch `part` of the rollout `whole`. out: what replay returned; batch: the part's share of prepare's; old: the
+        learner's log-probs before its first update, None in that. -> loss (), numbers; both add up over micro-batches"""
+        c = self.c
+        loss, stats = policy_loss(out[c.learner], old, batch["adv"], part.mask, clip=c.clip, clip_high=c.clip_high, norm=c.norm,
+                                  weight=batch.get("weight"), scale=batch["scale"])
+        share = part.mask.sum().item() / whole.mask.sum().item()
+        return loss, dict(clip_frac=stats["clipped"].item() * share)
