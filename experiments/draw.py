@@ -101,7 +101,7 @@ def segments(P, lengths):
 def print_methods(net, tok):
     """What each method keeps of one prompt, a line per layer and KV head."""
     encode = prompt_encoder(tok)
-    task = problem("kv", "eval", 0, 1, 120, encode)
+    task = problem("kv", "eval", seed=0, index=1, tokens=120, encode=encode)
     ids = encode(task.text)
     print(f"{task.text}\nanswer {task.answer}; {len(ids)} tokens; "
           "s sink, k kept, w window, . dropped; ^ the answer in the prompt")
@@ -122,7 +122,7 @@ def print_methods(net, tok):
 def example(net, tok):
     """The rollout of the picture: three facts, a question, two samples. -> Problem, ids, Rollout"""
     encode = prompt_encoder(tok)
-    task = problem("kv", "eval", 0, 14, 48, encode)
+    task = problem("kv", "eval", seed=0, index=14, tokens=48, encode=encode)
     ids = encode(task.text)
     return task, ids, roll_out(net, tok, ids, group=2, temperature=1.0)
 
@@ -212,7 +212,7 @@ def draw_picture(net, tok, path):
     left = figure.add_axes((0.9 / width, 0.9 / height, 1.75 / width, 5.25 / height))
     right = figure.add_axes((3.45 / width, 0.9 / height, 5.25 / width, 5.25 / height))
     draw_cache(left, words, kept, find(ids, tok.encode(task.answer)))
-    draw_matrix(right, until, kept[LAYER, HEAD].tolist(), P, lengths)
+    draw_matrix(right, until, kept[LAYER, HEAD].tolist(), P=P, lengths=lengths)
 
     def write(x, y, text, **style):
         figure.text(x / width, y / height, text, **style)

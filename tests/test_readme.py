@@ -1,4 +1,4 @@
-"""README.md and docs/ say what the code does: the worked example, the examples to copy, commands, links, numbers."""
+"""README.md and docs/ say what is true: worked example, blocks to copy, commands, numbers."""
 import importlib.util
 import json
 import os
@@ -38,11 +38,17 @@ def section(text, title):
 # the worked example
 
 def toy(kept=(0, 2, 3)):
-    """The rollout of the README: a prompt of four tokens, samples a0 a1 and b0 b1, one layer, one KV head."""
+    """The rollout of the README: prompt p0 to p3, samples a0 a1 and b0 b1, one layer, one head."""
     return Rollout(
-        prompts=[[0, 1, 2, 3]], tokens=torch.tensor([[[10, 11], [20, 21]]]), lengths=torch.tensor([[2, 2]]),
-        logp_roll=torch.zeros(1, 2, 2), temperature=1.0, kept=[torch.tensor([[kept]])],
-        until=torch.full((1, 1, 1, 2, 2), 2, dtype=torch.int32), stopped=torch.ones(1, 2, dtype=torch.bool))
+        prompts=[[0, 1, 2, 3]],
+        tokens=torch.tensor([[[10, 11], [20, 21]]]),
+        lengths=torch.tensor([[2, 2]]),
+        logp_roll=torch.zeros(1, 2, 2),
+        temperature=1.0,
+        kept=[torch.tensor([[kept]])],
+        until=torch.full((1, 1, 1, 2, 2), 2, dtype=torch.int32),
+        stopped=torch.ones(1, 2, dtype=torch.bool),
+    )
 
 
 NAMES = {0: "p0", 1: "p1", 2: "p2", 3: "p3", 10: "a0", 11: "a1", 20: "b0", 21: "b1"}
@@ -98,17 +104,25 @@ def example():
 def test_your_eviction_method(example):
     tova = example(0, kvcache)["tova"]
     g = torch.Generator().manual_seed(0)
-    q, k = torch.randn(3, 4, 8, generator=g), torch.randn(9, 2, 8, generator=g)
+    q = torch.randn(3, 4, 8, generator=g)                        # (W, nh, hs)
+    k = torch.randn(9, 2, 8, generator=g)                        # (n, nkv, hs)
+
+    def by_hand(row):
+        heads = [(k[:, h // 2] @ q[row, h] / 8 ** 0.5).softmax(0) for h in range(4)]
+        return sum(heads) / 4                                    # (n,)
+
     score = tova(q, k, kvcache.Eviction("tova", budget=6, window=3, sinks=1))
-    by_hand = torch.stack([(k[:, h // 2] @ q[-1, h] / 8 ** 0.5).softmax(0) for h in range(4)]).mean(0)
-    assert (score - by_hand).abs().max() < 1e-6 and score.shape == (2, 9)
-    earlier = torch.stack([(k[:, h // 2] @ q[0, h] / 8 ** 0.5).softmax(0) for h in range(4)]).mean(0)
-    assert (score - earlier).abs().max() > 1e-2  # control: it is the last query that counts
+    assert score.shape == (2, 9)
+    assert (score - by_hand(-1)).abs().max() < 1e-6
+    assert (score - by_hand(0)).abs().max() > 1e-2  # control: it is the last query that counts
 
     folder = os.path.join(ROOT, "data", "tiny")
     net, tok = Transformer.from_pretrained(folder), Tokenizer(folder)
     encode = tasks.prompt_encoder(tok)
-    prompts = [encode(tasks.problem("kv", "eval", 0, i, 80, encode).text) for i in range(2)]
+    prompts = []
+    for i in range(2):
+        p = tasks.problem("kv", "eval", seed=0, index=i, tokens=80, encode=encode)
+        prompts.append(encode(p.text))
     eviction = kvcache.Eviction("tova", budget=24, window=8, sinks=2, response_budget=9, period=4)
     rollout = generate(net, prompts, 2, 24, eviction=eviction)
     assert rollout.kept[0].shape == (4, 2, 24)
@@ -123,7 +137,7 @@ def test_your_task_and_reward(example):
     example(1, tasks)
     words = str.split
     for i in range(20):
-        p = tasks.problem("larger", "train", 0, i, 100, words)
+        p = tasks.problem("larger", "train", seed=0, index=i, tokens=100, encode=words)
         prices = [int(x) for x in re.findall(r"costs (\d+) coins", p.text)]
         assert len(prices) == 2 and p.answer == str(max(prices)) and len(words(p.text)) > 80
         assert tasks.reward(p, f" {p.answer} coins") == 1.0
@@ -134,10 +148,12 @@ def test_your_task_and_reward(example):
 def test_a_file_of_problems(tmp_path):
     """As the README describes it: no code at all."""
     path = tmp_path / "mine.jsonl"
-    path.write_text("".join(json.dumps({"prompt": f"Say {i}.", "answer": str(i)}) + "\n" for i in range(20)))
+    lines = [json.dumps({"prompt": f"Say {i}.", "answer": str(i)}) for i in range(20)]
+    path.write_text("\n".join(lines))
     problems = tasks.read_problems(str(path))
     assert len(problems) == 20
-    assert tasks.reward(problems[7], "I say 7") == 1.0 and tasks.reward(problems[7], "I say 8") == 0.0
+    assert tasks.reward(problems[7], "I say 7") == 1.0
+    assert tasks.reward(problems[7], "I say 8") == 0.0
 
 
 def test_your_objective(example, tmp_path, monkeypatch, capsys):
@@ -149,7 +165,7 @@ def test_your_objective(example, tmp_path, monkeypatch, capsys):
     kept, batch, log = mine.prepare(rollout, rewards, score=None)
     assert kept is rollout and log == {}
     logp = torch.tensor([[[-1.0, -2.0], [-3.0, -5.0]]], requires_grad=True)
-    loss, numbers = mine.loss({"shadow": logp}, rollout, batch, None, rollout)
+    loss, numbers = mine.loss({"shadow": logp}, rollout, batch, old=None, whole=rollout)
     # advantages 0.5 and -0.5, each token a quarter: -(0.5 * (-1 - 2) - 0.5 * (-3 - 5)) / 4
     assert abs(loss.item() - -0.625) < 1e-6 and numbers == {}
     loss.backward()
@@ -157,8 +173,8 @@ def test_your_objective(example, tmp_path, monkeypatch, capsys):
 
     monkeypatch.setitem(train.CHOICES, "objective", list(train.OBJECTIVES))
     out = str(tmp_path / "out")
-    train.main(["--objective=reinforce", "--steps=1", "--prompts=2", "--eval_problems=2", "--device=cpu",
-                f"--out_dir={out}"])
+    small = ["--steps=1", "--prompts=2", "--eval_problems=2", "--device=cpu"]
+    train.main(["--objective=reinforce", *small, f"--out_dir={out}"])
     with open(os.path.join(out, "log.jsonl")) as f:
         steps = [json.loads(line) for line in f if "grad_norm" in line]
     assert len(steps) == 1 and steps[0]["grad_norm"] > 0 and steps[0]["gap"] < 1e-5
@@ -180,14 +196,15 @@ def test_links_lead_somewhere(page):
         target = os.path.normpath(os.path.join(os.path.dirname(page), path)) if path else page
         assert os.path.exists(os.path.join(ROOT, target)), link
         if anchor:
-            titles = re.findall(r"^#+ (.*)$", read(target), re.M)
-            assert anchor in [re.sub(r"[^\w -]", "", t.lower()).replace(" ", "-") for t in titles], link
+            titles = [title.lower() for title in re.findall(r"^#+ (.*)$", read(target), re.M)]
+            anchors = [re.sub(r"[^\w -]", "", title).replace(" ", "-") for title in titles]
+            assert anchor in anchors, link
 
 
 @pytest.mark.parametrize("page", PAGES)
 def test_files_that_are_named_exist(page):
-    named = re.findall(r"`((?:results|docs|data|config|tests|fast|support|experiments|objectives)/[^`*{]*)`", read(page))
-    for path in named:
+    folders = "results|docs|data|config|tests|fast|support|experiments|objectives"
+    for path in re.findall(rf"`((?:{folders})/[^`*{{]*)`", read(page)):
         assert os.path.exists(os.path.join(ROOT, path)), path
 
 
@@ -227,8 +244,9 @@ def test_the_output_one_should_see_is_the_logs():
     evals = [x for x in lines if "eval_dense" in x]
     first, last = evals[0], evals[-1]
     text = read("README.md")
-    assert (f"reward with the compressed cache: {first['eval_compressed']:.3f} -> {last['eval_compressed']:.3f} "
-            f"(dense cache {first['eval_dense']:.3f} -> {last['eval_dense']:.3f})") in text
+    compressed = f"{first['eval_compressed']:.3f} -> {last['eval_compressed']:.3f}"
+    dense = f"{first['eval_dense']:.3f} -> {last['eval_dense']:.3f}"
+    assert f"reward with the compressed cache: {compressed} (dense cache {dense})" in text
     assert f"{lines[-2]['kv_kept']:,} bytes kept, {lines[-2]['kv_dense']:,} dense" in text
 
 
@@ -237,12 +255,13 @@ def cells(line):
 
 
 @pytest.mark.parametrize("page, arms", [
-    ("README.md", ["dense", "naive", "shadow", "smd"]),
-    ("docs/results.md", ["dense", "naive", "tis", "mis", "sparse_rl", "shadow", "smd", "smd_shadow"]),
+    ("README.md", "dense naive shadow smd"),
+    ("docs/results.md", "dense naive tis mis sparse_rl shadow smd smd_shadow"),
 ])
 def test_the_table_of_arms_is_that_of_the_logs(page, arms):
-    measured = {cells(line)[0]: cells(line) for line in read("results/arms/table.md").splitlines()}
-    for arm in arms:
+    table = [cells(line) for line in read("results/arms/table.md").splitlines()]
+    measured = {row[0]: row for row in table}
+    for arm in arms.split():
         (row,) = [cells(line) for line in read(page).splitlines() if line.startswith(f"| {arm}: ")]
         compressed, dense = measured[arm][2], measured[arm][3]
         assert compressed.startswith(row[1]) and dense.startswith(row[2]), arm
@@ -252,7 +271,7 @@ def test_the_table_of_arms_is_that_of_the_logs(page, arms):
 
 def test_the_leak_is_that_of_the_logs():
     rows = [cells(x) for x in read("docs/results.md").splitlines() if x.startswith("| `default-")]
-    assert len(rows) == 4
+    assert len(rows) == 5
     for name, tokens, reward in rows:
         lines = log("results/embedded/" + name.strip("`"))
         mean = [x["tokens"] / 128 for x in lines if "tokens" in x]
