@@ -3,9 +3,10 @@ A decoder-only transformer that reads real Hugging Face checkpoints: Llama (Llam
 Qwen2/2.5, Qwen3.
 
 The idea. Attention is the only place where tokens meet, so this file leaves it to the caller.
-There is no batch dimension: `model(ids (N,), pos (N,), attend)` maps N tokens to N hidden states and
-hands each layer's rotated queries, keys and values to `attend(layer, q, k, v)`. Prefill, decoding
-and the learner differ only in the function they pass; there a Shadow Mask enters the learner.
+There is no batch dimension: `model(ids (N,), pos (N,), attend)` maps N tokens to N hidden states
+and hands each layer's rotated queries, keys and values to `attend(layer, q, k, v)`. Prefill,
+decoding and the learner differ only in the function they pass; there a Shadow Mask enters the
+learner.
 
 What stands between the matrix products (RMSNorm, rotation, SwiGLU) is written out below; on a GPU
 the kernels of fast/fused.py compute the same.
@@ -320,7 +321,7 @@ def in_slices(f, x):
 class Transformer(nn.Module):
     """`model(ids (N,), pos (N,), attend)` -> hidden states (N, C), normalised, for `model.logits`.
 
-    ids, pos: int64 on the model's device; pos are true positions (RoPE), whatever row a token is in.
+    ids, pos: int64 on the model's device; pos are true positions (RoPE), whatever the rows are.
     attend(layer, q (N, nh, hs), k (N, nkv, hs), v (N, nkv, hs)) -> (N, nh, hs)."""
 
     def __init__(self, config):

@@ -53,7 +53,7 @@ class BatchedMatmul32(torch.autograd.Function):
 
     @staticmethod
     def vmap(info, in_dims, a, b):
-        """in_dims: where the batch dimension is, which moves to the front; None of a shared input."""
+        """in_dims: where the batch dimension is, which moves to the front; None if all share it."""
         batched = []
         for x, dim in zip((a, b), in_dims):
             if dim is None:
