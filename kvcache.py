@@ -122,6 +122,7 @@ def random(q, k, e, elsewhere=None):
 
 EVICT = {"none": None, "snapkv": snapkv, "rkv": rkv, "h2o": h2o, "recent": recent, "random": random}
 ALL_QUERIES = {"h2o"}  # get the queries of all rows; scores add up from one eviction to the next
+ALONE = {"snapkv", "rkv", "h2o"}  # score a KV head by itself: prompts may pass as further heads
 
 
 # How the budget is spread over the layers: (e, layer, n_layer) -> keys per KV head of that layer
@@ -244,21 +245,30 @@ class KVCache:
     def scores(self, layer, t, q, k, elsewhere=None):
         """The method's scores of n prompts or samples, each by itself: q (n, W, nh, hs), k
         (n, keys, nkv, hs), elsewhere None or (n, nh, W) -> (n, nkv, keys)."""
-        (_, W, nh, _), (_, keys, nkv, _) = q.shape, k.shape
-        method = self.eviction.method
+        (n, W, nh, _), (_, keys, nkv, _) = q.shape, k.shape
+        method, inputs = self.eviction.method, [q, k]
+        if elsewhere is not None:
+            inputs.append(elsewhere)
 
         def one(q, k, *elsewhere):
-            torch.default_generator.manual_seed(hash((self.seed, layer, t)) % 2**63)
             score = EVICT[method](q, k, self.eviction, *elsewhere)
-            if score.shape != (nkv, keys):
+            if score.shape != (k.shape[1], keys):
                 raise ValueError(f"{method} scored {tuple(score.shape)}, not (KV heads, keys) = "
-                                 f"{(nkv, keys)}")
+                                 f"{(k.shape[1], keys)}")
             return score
 
-        args = (q, k) if elsewhere is None else (q, k, elsewhere)
-        at_once = max(1, SCORE_BYTES // (4 * W * nh * keys))
-        with torch.random.fork_rng(devices=[]):
-            score = torch.vmap(one, chunk_size=at_once, randomness="same")(*args)
+        def seeded(*inputs):
+            torch.default_generator.manual_seed(hash((self.seed, layer, t)) % 2**63)
+            return one(*inputs)
+
+        if method in ALONE:  # the same scores as below, in a fifth of the launches
+            q, k = q.transpose(0, 1).flatten(1, 2), k.transpose(0, 1).flatten(1, 2)
+            score = one(q, k, *(x.flatten(0, 1) for x in inputs[2:]))    # (n * nkv, keys)
+            score = score.unflatten(0, (n, nkv))
+        else:
+            at_once = max(1, SCORE_BYTES // (4 * W * nh * keys))
+            with torch.random.fork_rng(devices=[]):
+                score = torch.vmap(seeded, chunk_size=at_once, randomness="same")(*inputs)
         self.finite.logical_and_(score.isfinite().all())
         return score
 
