@@ -13,8 +13,8 @@ dense policy and of the policy that sampled, and the KL between them.
 
 GRPO: the G responses to one prompt are each other's baseline.
 
-    A_g = (reward_g - mean) / (std + 1e-4)                     "constant" leaves out the division
-    r_t = exp(logp_t - logp_old_t)                             ratio to the learner before its update
+    A_g = (reward_g - mean) / (std + 1e-4)                    "constant" leaves out the division
+    r_t = exp(logp_t - logp_old_t)                             ratio to the policy before its update
     L   = sum_t scale_t w_t * -min(r_t A, clip(r_t, 1 - clip, 1 + clip_high) A)
 
 `scale` is the reduction by name. `w` corrects for a sampler that was not the learner: with a dense
@@ -47,16 +47,16 @@ class Packed:
     """Groups laid out in one row of N tokens, for one forward pass of the learner."""
     ids: torch.Tensor    # (N,) int64
     pos: torch.Tensor    # (N,) int64 true positions: response token t sits at P + t in every copy
-    until: torch.Tensor  # (L, nkv, N) int32: visible(query i, key j) = j <= i < until[layer, kv_head, j]
-    rows: dict  # policy -> (B, G, R) int64: the row that predicts each response token, -1 past each length
+    until: torch.Tensor  # (L, nkv, N) int32: query i sees key j if j <= i < until[layer, head, j]
+    rows: dict           # policy -> (B, G, R) int64: the row that predicts each token, else -1
 
 
 def pack_by_hand(rollout, policies=("dense", "shadow")):
     """What `pack` does, one key at a time: the text to read. -> Packed
 
     Response token 0 is predicted by the prompt's last row, which saw all keys in the sampler too.
-    Token t > 0 is predicted by the row of token t - 1, so the last token of a response needs no row:
-    n tokens take n - 1 rows per copy."""
+    Token t > 0 is predicted by the row of token t - 1, so the last token of a response needs no
+    row: n tokens take n - 1 rows per copy."""
     B, G, R = rollout.tokens.shape
     L, nkv = rollout.until.shape[:2]
     # dense copies come first: prompt keys that were dropped die where the shadow copies begin
@@ -84,8 +84,8 @@ def pack_by_hand(rollout, policies=("dense", "shadow")):
                 for t in range(lengths[g] - 1):
                     ids.append(int(rollout.tokens[b, g, t]))
                     pos.append(P + t)
-                    dies = torch.full((L, nkv), gone)  # with its copy, or when the sampler dropped it
-                    if policy == "shadow":
+                    dies = torch.full((L, nkv), gone)  # with its copy
+                    if policy == "shadow":  # or when the sampler dropped it
                         dies = dies.minimum(born + rollout.until[:, :, b, g, t].cpu())
                     until.append(dies.tolist())
                     rows[policy][b, g, t + 1] = born + t
@@ -124,7 +124,7 @@ def pack(rollout, policies=("dense", "shadow")):
             lives = n[g]                                                  # (copies,) steps
             if policy == "shadow":
                 lives = rollout.until[:, :, b, g, t].minimum(lives)       # (L, nkv, copies)
-            copy = first + born + n.cumsum(0)[g] - n[g]                   # the first row of the copy
+            copy = first + born + n.cumsum(0)[g] - n[g]                   # first row of its copy
             dies[:, :, born:born + copies] = copy + lives
             rows[policy][b, :, 0] = first + P - 1
             rows[policy][b, g, t + 1] = first + torch.arange(born, born + copies, device=dev)
@@ -177,8 +177,8 @@ def replay(model, rollout, policies=("dense", "shadow"), distill_to=None, stats=
         smaller probability: with stats, without gradients.
     "value": value(hidden (n, C) fp32) -> (n, 1) of the rows that predict the tokens under the last
         policy.
-    checkpointing: see Transformer.forward. Raises ValueError for unknown policies, a student without
-    a teacher, and a log that does not fit the model."""
+    checkpointing: see Transformer.forward. Raises ValueError for unknown policies, a student
+    without a teacher, and a log that does not fit the model."""
     policies = tuple(policies)
     if distill_to is not None and (len(policies) < 2 or distill_to not in policies):
         raise ValueError(f"distill_to={distill_to!r} needs both policies and one of their names, "
@@ -198,8 +198,8 @@ def replay(model, rollout, policies=("dense", "shadow"), distill_to=None, stats=
         return shadow_attention(q, k, v, packed.until[layer], plan=plans[layer])
 
     hidden = model(packed.ids, packed.pos, attend, checkpointing)         # (N, C)
-    # only rows that predict a response token meet the head. Indexing, not index_select: the prompt's
-    # last row is gathered once per response, and this sums its gradients in a fixed order
+    # only rows that predict a response token meet the head. Indexing, not index_select: the
+    # prompt's last row is gathered once per response, and this sums its gradients in a fixed order
     hidden = [hidden[packed.rows[p][mask]] for p in policies]             # (n, C) each
     student = policies.index(distill_to) if distill_to else None
     out = head_rows(model.head, hidden, rollout.tokens[mask], student=student, stats=stats,
@@ -303,16 +303,18 @@ def check_shapes(like, **tensors):
     """Raise ValueError for a tensor of another shape: most would broadcast."""
     for name, x in tensors.items():
         if x is not None and x.shape != like.shape:
-            raise ValueError(f"{name} has shape {tuple(x.shape)}, the log-probs need {tuple(like.shape)}")
+            raise ValueError(f"{name} has shape {tuple(x.shape)}, the log-probs need "
+                             f"{tuple(like.shape)}")
 
 
 def correction(name, logp_old, logp_roll, mask):
-    """Weights for a sampler that was not the learner, from w = exp(logp_old - logp_roll); 0 past mask.
+    """Weights for a sampler that was not the learner, of w = exp(logp_old - logp_roll).
 
     logp_old: the learner before its update, so that the weight does not move with it. name: "tis"
     min(w, 2); "mis" w within [0.5, 2], else 0; "sparse_rl" (2601.10079) min(w, 1.5) over its mean
-    over the tokens given, then 0 for w outside [0.5, 1.5] and for whole responses with any w < 1e-4.
-    That mean is why the log-probs must be the whole batch's. Raises ValueError for an unknown name."""
+    over the tokens given, then 0 for w outside [0.5, 1.5] and for whole responses with any
+    w < 1e-4. That mean is why the log-probs must be the whole batch's. Raises ValueError for an
+    unknown name."""
     w = log_ratio(mask, logp_old.detach(), logp_roll).exp() * mask
     if name == "tis":
         return w.clamp(max=2)
@@ -353,9 +355,10 @@ class GRPO:
         if c.correction == "none":
             return
         if c.evict == "none" or c.learner == "shadow":
-            raise ValueError(f"correction={c.correction} weighs a sampler that was not the learner; "
-                             f"with evict={c.evict}, learner={c.learner} both are one policy and all "
-                             "weights 1: it takes an eviction method and --learner=dense")
+            raise ValueError(f"correction={c.correction} weighs a sampler that was not the "
+                             f"learner; with evict={c.evict}, learner={c.learner} both are one "
+                             "policy and all weights 1: it takes an eviction method and "
+                             "--learner=dense")
 
     def check_group(self, at_least):
         if self.c.group < at_least:
@@ -363,8 +366,8 @@ class GRPO:
             raise ValueError(f"group must be at least {at_least}, got {self.c.group}{why}")
 
     def prepare(self, rollout, rewards, score):
-        """Once per rollout, before its first update: what takes the whole batch, so that micro-batches
-        of any size give the same gradient.
+        """Once per rollout, before its first update: what takes the whole batch, so that
+        micro-batches of any size give the same gradient.
 
         rewards (B, G). score(rollout, model=...): what replay returns for the learner's policy of
         this model, or another, without gradients. -> the rollout to learn from; batch, tensors of
@@ -384,9 +387,9 @@ class GRPO:
         return weight, dict(weight=weight.sum().item() / n, rejected=rejected / n)
 
     def loss(self, out, part, batch, old, whole):
-        """One micro-batch `part` of the rollout `whole`. out: what replay returned. batch: the part's
-        share of prepare's. old: the learner's log-probs before its first update, None in that.
-        -> loss (), numbers for the log; both add up over micro-batches"""
+        """One micro-batch `part` of the rollout `whole`. out: what replay returned. batch: the
+        part's share of prepare's. old: the learner's log-probs before its first update, None in
+        that. -> loss (), numbers for the log; both add up over micro-batches"""
         c = self.c
         loss, stats = policy_loss(
             out[c.learner], old, batch["adv"], part.mask, clip=c.clip, clip_high=c.clip_high,

@@ -234,7 +234,7 @@ class KVCache:
             if e.spread in BY_HEAD:
                 count = BY_HEAD[e.spread](score, e)                      # (n, nkv)
                 self.prompt_filled[layer, which] = count.int()
-            kept = keep(score, K, e.window, e.sinks, count)              # (n, nkv, K)
+            kept = keep(score, K, e.window, e.sinks, count=count)        # (n, nkv, K)
         index = kept[..., None].clamp(max=P - 1).expand(-1, -1, -1, k.shape[3])
         # copies: no view keeps the dense keys alive
         self.prompt_k[layer][which, :, :K] = k.transpose(1, 2).gather(2, index)
@@ -325,7 +325,8 @@ class KVCache:
             steps = torch.arange(t - voters, t, device=self.t.device)
             q = self.queries[layer][:, steps % voters]                   # (S, voters, nh, hs)
             k = self.response_k[layer][:, :, :n].transpose(1, 2)         # (S, n, nkv, hs)
-            score = self.scores(layer, t, q, k, self.prompt_mass(layer, q))         # (S, nkv, n)
+            elsewhere = self.prompt_mass(layer, q)                       # (S, nh, voters)
+            score = self.scores(layer, t, q, k, elsewhere=elsewhere)     # (S, nkv, n)
         if adds_up:
             score = score + F.pad(self.past[layer], (0, e.period))
             self.past[layer] = score

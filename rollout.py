@@ -33,7 +33,7 @@ class Rollout:
     temperature: float         # of the sampler; 0: greedy, log-probs at temperature 1
     kept: list                 # of each prompt (L, nkv, K) int64: kept prompt positions, ascending;
                                # lists where K differs; kept[b][layer][head] is (K,) in any case
-    until: torch.Tensor        # (L, nkv, B, G, R) int32: step at which a response key dies; R: never
+    until: torch.Tensor        # (L, nkv, B, G, R) int32: step at which a response key dies, or R
     stopped: torch.Tensor      # (B, G) bool: ended by a stop token rather than cut at R
     kv: dict = field(default_factory=dict)  # bytes: kept, dense, dense_shared; see kv_bytes
 
@@ -104,7 +104,7 @@ def prefill_row(model, cache, prompts, first):
         for size, same in groupby(sizes):  # neighbours of one length together
             which = slice(b, b + len(list(same)))
             rows = slice(row, row + size * (which.stop - b))
-            cache.write_prompts(which, layer, q[rows], k[rows], v[rows])
+            cache.write_prompts(which, layer, q[rows], k=k[rows], v=v[rows])
             row, b = rows.stop, which.stop
         # the output goes over q, which nobody needs any more; the dense keys go with this layer
         return shadow_attention(q, k, v, until, plan=plan, out=q if plan else None)
@@ -162,7 +162,8 @@ def generate(model, prompts, group, max_new_tokens, temperature=1.0, evict="snap
     if eviction is None:
         eviction = Eviction(method=evict, budget=budget, window=window, sinks=sinks, pool=pool,
                             response_budget=response_budget, period=period)
-    check_request(model, prompts, group, max_new_tokens, temperature, prefill_rows)
+    check_request(model, prompts, group, max_new_tokens, temperature=temperature,
+                  prefill_rows=prefill_rows)
     prompts = [list(p) for p in prompts]
     sizes = [len(p) for p in prompts]
     dev, S, R = model.device, len(prompts) * group, max_new_tokens

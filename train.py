@@ -121,7 +121,7 @@ def main(argv):
         while True:
             # 0. evaluate on held-out problems, also before the first step and after the last
             if run.step % c.eval_every == 0 or run.finished:
-                evaluate_both(c, run, net, tok, problems)
+                evaluate_both(c, run, net, tok, problems=problems)
             if run.finished or run.interrupted:
                 break
             began = time.time()
@@ -144,7 +144,7 @@ def main(argv):
 
             # 4. advantages, replay under the log, loss, optimizer step
             lr = c.lr * min(1.0, (run.step + 1) / (c.warmup + 1))
-            log = update(net, opt, objective, rollout, rewards, c, lr)
+            log = update(net, opt, objective, rollout, rewards=rewards, c=c, lr=lr)
 
             # 5. log and save
             log.update(facts(rollout, rewards), step=run.step, rollout_s=sampled - began,
@@ -198,7 +198,7 @@ def update(net, opt, objective, rollout, rewards, c, lr):
                          stats=not done, checkpointing=c.checkpointing, value=objective.value)
 
             # on a rollout's first update the ratio is exactly 1: GRPO's loss is 0, not its gradient
-            loss, numbers = objective.loss(out, r, x, old.get(i), rollout)
+            loss, numbers = objective.loss(out, part=r, batch=x, old=old.get(i), whole=rollout)
             if c.distill:
                 kl = (x["scale"] * out["kl"]).sum()  # KL(student || teacher), reduced like the loss
                 loss = loss + c.distill * kl
@@ -294,8 +294,8 @@ def evaluate_both(c, run, net, tok, problems):
     evals = run.memory.setdefault("evals", [])
     if evals and evals[-1]["step"] == run.step:
         return
-    sparse = evaluate(net, tok, problems, c, eviction_of(c))
-    dense = evaluate(net, tok, problems, c, Eviction("none"))
+    sparse = evaluate(net, tok, problems, c, eviction=eviction_of(c))
+    dense = evaluate(net, tok, problems, c, eviction=Eviction("none"))
     e = dict(step=run.step, eval_compressed=sparse["reward"], eval_dense=dense["reward"])
     overlap = ""
     if "accept" in sparse:
@@ -356,7 +356,7 @@ def setup(argv):
     if c.prompt_tokens + c.max_new_tokens > net.config.max_pos:
         raise ValueError(f"prompt_tokens {c.prompt_tokens} + max_new_tokens {c.max_new_tokens} "
                          f"exceed the model's context of {net.config.max_pos}")
-    problems = Problems(c.task, c.seed, c.prompt_tokens, c.eval_problems, tok)
+    problems = Problems(c.task, tok, seed=c.seed, tokens=c.prompt_tokens, n_eval=c.eval_problems)
     objective = OBJECTIVES[c.objective](net, c, initial)
     opt = Masters(net, c, objective.value)
     if run.learner:

@@ -346,11 +346,11 @@ TASKS = {
 class Problems:
     """Problems of a task and their prompts as token ids, by index. A file is checked at the start.
 
-    task: a name in TASKS or a .jsonl file. tokens: longest prompt. n_eval: held-out problems wanted;
-    a file may have fewer. Raises ValueError, naming the problem, for a prompt that is empty or too
-    long."""
+    task: a name in TASKS or a .jsonl file. tok: Tokenizer. tokens: longest prompt. n_eval: held-out
+    problems wanted; a file may have fewer. Raises ValueError, naming the problem, for a prompt that
+    is empty or too long."""
 
-    def __init__(self, task, seed, tokens, n_eval, tok):
+    def __init__(self, task, tok, seed, tokens, n_eval):
         self.task, self.seed, self.tokens, self.encode = task, seed, tokens, prompt_encoder(tok)
         self.file, self.n_eval = None, n_eval
         if task not in TASKS:
@@ -360,7 +360,8 @@ class Problems:
         for i, p in enumerate(self.file or some):
             n = len(self.encode(p.text))
             if not 0 < n <= tokens:
-                raise ValueError(f"problem {i + 1} of {task} has {n} tokens, prompt_tokens is {tokens}")
+                raise ValueError(f"problem {i + 1} of {task} has {n} tokens, prompt_tokens is "
+                                 f"{tokens}")
 
     def get(self, split, indices):
         """-> problems number `indices` of a split, "train" or "eval"; their prompts"""

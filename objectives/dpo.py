@@ -3,8 +3,8 @@ Online DPO under the Shadow Mask: raise the odds of a group's best response over
 against the initial model.
 
 The idea. The reward only ranks the samples of a group. Both responses are scored by the learner and
-by a frozen copy of the initial model, each under the mask that the rollout logged, so the policy that
-is updated is the policy that sampled.
+by a frozen copy of the initial model, each under the mask that the rollout logged, so the policy
+that is updated is the policy that sampled.
 
 References: DPO 2305.18290, online DPO 2402.04792 (arXiv).
 """
@@ -42,8 +42,8 @@ class DPO:
 
 
 def best_and_worst(rollout, rewards):
-    """The rollout of a pair per prompt, best response first, by rewards (B, G); of equals the first.
-    -> Rollout, G = 2
+    """The rollout of a pair per prompt, best response first, by rewards (B, G); of equals the
+    first. -> Rollout, G = 2
 
     Prompts whose responses all earned the same have no pair and are left out, so the rollout may
     hold no prompt at all."""
@@ -57,8 +57,8 @@ def dpo_loss(logp, logp_ref, mask, beta=0.1):
     eq. 7).
 
     logp, logp_ref, mask (B, 2, R), the better response (w) first, the reference without gradient ->
-    losses (B,), margins (B,) detached: what stands in the brackets behind beta. What stands past the
-    mask has no influence, NaN included."""
+    losses (B,), margins (B,) detached: what stands in the brackets behind beta. What stands past
+    the mask has no influence, NaN included."""
     if logp.shape[1] != 2:
         raise ValueError(f"a pair has 2 responses, got {logp.shape[1]}")
     gain = torch.where(mask, logp, 0.0) - torch.where(mask, logp_ref.detach(), 0.0)

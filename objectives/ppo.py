@@ -1,11 +1,11 @@
 """
-PPO under the Shadow Mask: GRPO's clipped surrogate with an advantage per token, from a learned value
-of every prefix.
+PPO under the Shadow Mask: GRPO's clipped surrogate with an advantage per token, from a learned
+value of every prefix.
 
 The idea. A linear head on the hidden states predicts the reward from each prefix; it starts at 0.
 Generalized advantage estimation turns rewards and values into an advantage per token, and the head
-learns the returns, clipped like the policy. Policy and values are read from `replay` under the mask,
-so the policy that is updated is the policy that sampled.
+learns the returns, clipped like the policy. Policy and values are read from `replay` under the
+mask, so the policy that is updated is the policy that sampled.
 
 Departures: no KL to a reference; reduced by sequence unless `norm` says otherwise (TRL and verl: by
 token). A response that was cut is taken for one that ended: no value is added to its reward.
@@ -44,15 +44,15 @@ class PPO(GRPO):
         return rollout, batch, log
 
     def loss(self, out, part, batch, old, whole):
-        loss, numbers = super().loss(out, part, batch, old, whole)
+        loss, numbers = super().loss(out, part, batch, old, whole=whole)
         error = value_loss(out["value"], batch["values"], batch["returns"], part.mask,
                            clip=self.c.clip, scale=batch["scale"])
         return loss + self.c.value_coef * error, dict(numbers, value_loss=error.item())
 
 
 def gae(rewards, values, mask, gamma=1.0, lam=0.95):
-    """Generalized advantage estimation (1506.02438, eq. 16), detached. rewards, values (B, G, R) per
-    token, mask bool -> advantages, returns (B, G, R).
+    """Generalized advantage estimation (1506.02438, eq. 16), detached. rewards, values (B, G, R)
+    per token, mask bool -> advantages, returns (B, G, R).
 
         delta_t = reward_t + gamma V_{t+1} - V_t
         A_t = delta_t + gamma lam A_{t+1},   return_t = A_t + V_t
