@@ -140,7 +140,8 @@ class KVCache:
         # the last sampled token is never fed back, so a response of R tokens has R - 1 keys
         R = max_new_tokens
         self.response = pairs(S, R - 1 if response_budget is None else min(R - 1, response_budget + period))
-        self.prompt_filled = torch.tensor(self.n_kept, device=device, dtype=torch.int32)  # (B,) slots in use, the rest is padding
+        filled = torch.tensor(self.n_kept, device=device, dtype=torch.int32)
+        self.prompt_filled = filled[:, None].repeat(1, nkv)  # (B, nkv) slots in use, the rest is padding
         # both are read by a CUDA graph, which also moves them on; without eviction of response keys they are equal
         self.t = new((), dtype=torch.int64)                # response tokens fed so far: their keys were born at steps 0 .. t - 1
         self.response_filled = new((), dtype=torch.int64)  # response slots in use, the same number for all samples
