@@ -279,7 +279,7 @@ class KVCache:
             queries.index_copy_(1, self.t[None] % queries.shape[1], q[:, None])
         return decode_attention(
             q, k, v, prompt_k=self.prompt_k[layer], prompt_v=self.prompt_v[layer],
-            n_kept=self.prompt_filled[layer][:, 0].contiguous(), response_k=self.response_k[layer],
+            n_kept=self.prompt_filled[layer], response_k=self.response_k[layer],
             response_v=self.response_v[layer], t=self.response_filled)
 
     def advance(self):
