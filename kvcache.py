@@ -148,7 +148,7 @@ def adaptive(score, e):
     nkv, n = score.shape[-2:]
     free = e.budget - e.window - e.sinks
     s = score[..., e.sinks:n - e.window]                                  # (..., nkv, candidates)
-    rank = s.argsort(-1, descending=True, stable=True).argsort(-1)        # within its head
+    rank = s.argsort(dim=-1, descending=True, stable=True).argsort(dim=-1)  # within its head
     s = s.masked_fill(rank < free // 5, float("inf")).masked_fill(rank >= 2 * free, float("-inf"))
     best = s.flatten(-2).topk(nkv * free).indices // s.shape[-1]          # KV head of each winner
     won = best[..., None] == torch.arange(nkv, device=score.device)       # (..., winners, nkv)
