@@ -187,4 +187,5 @@ class HeadRows(torch.autograd.Function):
                 d = d.to(weight.dtype)  # (chunk, V)
                 d_h[rows] = d @ weight
                 add_matmul32(d_weight, d.t(), h[rows])
+            del logits, out, d_logits, d  # gone before the next chunk's
         return d_weight.to(weight.dtype), None, None, None, None, *d_hidden
