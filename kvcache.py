@@ -1,250 +1,424 @@
 """
-The compressed KV cache: what is kept, what is dropped, and the log of it.
+The compressed KV cache: which keys stay, how they are stored, and the log of what was dropped.
 
-The idea. A prompt is prefilled densely, one layer at a time: score the layer's keys, copy the kept ones into the cache,
-attend to all of them, let go of them before the next layer runs. So the dense cache of one layer is the most that ever exists,
-and the last prompt token still saw everything: response token 0 is dense, tokens 1.. see the kept keys only. What was
-kept depends on the prompt alone, so the G samples of a group share one compressed prompt; each sample owns the keys of
-its response. Kept keys stay rotated to their true positions; nothing is ever re-rotated or renumbered.
+The idea. A prompt is prefilled densely, one layer at a time: attend to all keys, score them, copy
+the best into the cache, let go of the rest before the next layer runs. So the last prompt token
+still saw everything: response token 0 is dense, tokens 1.. see the kept keys only. What a prompt
+keeps depends on the prompt alone, so the G samples of a group share one compressed prompt. Each
+sample owns the keys of its response, which may be evicted too, every `period` steps. Kept keys
+stay rotated to their true positions; nothing is renumbered.
 
-If asked (`response_budget`), response keys are evicted too: after every `period` steps the same scoring function picks the
-`response_budget` keys that stay, for each sample, layer and KV head, and they move to the front of the cache. All samples hold
-equally many keys at any time, so the cache has room for response_budget + period keys, however long the response.
+A method is one function that scores the keys of one prompt (or of one sample's response) and one
+line in EVICT. How the budget is spread over layers and KV heads is a choice of its own (SPREAD).
 
-A new method is one scoring function and one line in EVICT: it gives each key a score, the highest are kept. Sinks (the
-first prompt keys, on which trained models park attention) and the window (the last W keys) are kept by every method.
-
-Departures. SnapKV (arXiv 2404.14469): attention sinks are protected (StreamingLLM, 2309.17453), the query heads of one KV head
-vote together (mean), and the cache is per KV head, never expanded to query heads. R-KV (2505.24133): the prompt, shared by its
-group, is compressed once and the response by itself, where R-KV compresses them together; attention to response keys is still
-normalised over all that the query saw. H2O (2306.14048): one budget for heavy hitters and recent keys, of which `window` are recent;
-a key's attention is added up from `period` queries at a time, not greedily at every step.
+Departures. SnapKV (arXiv 2404.14469): attention sinks are protected (StreamingLLM, 2309.17453),
+the query heads of a KV head vote together. R-KV (2505.24133): the prompt, shared by its group, is
+compressed once and each response by itself. H2O (2306.14048): one budget for heavy hitters and
+recent keys, of which `window` are recent; attention adds up from `period` queries at a time.
+StreamingLLM: positions are not renumbered. PyramidKV (2406.02069): its line over the layers,
+rounded so that together they keep n_layer x budget. Ada-KV (2407.11550): no KV head keeps more
+than twice the mean of what is free, so that storage stays rectangular.
 """
+from dataclasses import dataclass
+
 import torch
 import torch.nn.functional as F
 
 from fast.decode_attn import decode_attention
 from fast.head import matmul32
-
-SCORE_BYTES = 32 * 2**20  # fp32 attention (or similarity) that a scoring function holds at a time, twice
-
-# ---------------------------------------------------------------------------------------------------------------------
-# scores: (q of the last W rows (W, nh, hs), k of all rows (P, nkv, hs), pool, rng, elsewhere) -> (nkv, P), higher is kept.
-# elsewhere: None, or log-sum-exp (nh, W) of the queries' scores on keys that are not among k
-
-def attention_received(q, k, elsewhere=None):
-    """Softmax attention that each key receives, summed over the queries -> (nkv, group, P), for each query head of a KV head."""
-    (W, nh, hs), (P, nkv, _) = q.shape, k.shape
-    group = nh // nkv
-    q = q.view(W, nkv, group, hs).permute(1, 2, 0, 3)                                 # (nkv, group, W, hs)
-    born, total = torch.arange(P, device=q.device), []
-    heads = max(1, SCORE_BYTES // (4 * group * W * P))                                # KV heads at a time
-    rows = max(1, min(W, SCORE_BYTES // (4 * group * P)))                             # and, of one head, queries
-    for i, (a, b) in enumerate(zip(q.split(heads), k.permute(1, 2, 0).split(heads))):
-        received = 0
-        for lo in range(0, W, rows):
-            part, first = a[:, :, lo:lo + rows], P - W + lo                           # (heads, group, n, hs); row of the first query
-            n = part.shape[2]
-            att = matmul32(part.reshape(len(a), group * n, hs), b).mul_(hs ** -0.5).view(-1, group, n, P)
-            att[..., first:].masked_fill_(born[first:] > born[first:first + n, None], float("-inf"))  # a query sees no later key
-            if elsewhere is not None:
-                z = elsewhere.view(nkv, group, W, 1)[i * heads:i * heads + len(a), :, lo:lo + n]
-                att = torch.cat((att, z), dim=-1)                                     # as one more key, whose share is dropped
-            received = received + att.softmax(-1)[..., :P].sum(2)                     # (heads, group, P)
-        total.append(received)
-    return torch.cat(total)
+from fast.launch import widen
 
 
-def max_pool(x, pool):
-    """Each key gets the largest of `pool` neighbouring scores, so that what belongs together stays together; pads with -inf."""
-    return F.max_pool1d(x[None], pool, stride=1, padding=pool // 2)[0]
+@dataclass(frozen=True)
+class Eviction:
+    """Which keys a rollout keeps, counted in keys per layer and KV head. Raises ValueError for
+    what cannot mean what it says."""
+    method: str = "snapkv"   # a name in EVICT; "none" keeps all
+    budget: int = 256        # prompt keys kept, window and sinks included
+    window: int = 32         # the last keys: always kept, and it is their queries that vote
+    sinks: int = 4           # the first keys, on which trained models park attention: always kept
+    pool: int = 7            # odd width in keys over which SnapKV and R-KV pool their votes
+    response_budget: int | None = None  # response keys kept, window included; None: all
+    period: int = 128        # decoding steps between evictions of response keys
+    spread: str = "uniform"  # a name in SPREAD: how the budget is spread over layers and KV heads
+
+    def __post_init__(self):
+        method, window, sinks = self.method, self.window, self.sinks
+        if method not in EVICT:
+            raise ValueError(f"unknown eviction method {method!r}: choose from {', '.join(EVICT)}")
+        if self.spread not in SPREAD:
+            raise ValueError(f"unknown spread {self.spread!r}: choose from {', '.join(SPREAD)}")
+        if window < 1 or sinks < 0 or not 1 <= self.pool < 1000 or self.pool % 2 == 0:
+            raise ValueError(f"window {window} must be at least 1, sinks {sinks} at least 0, "
+                             f"pool {self.pool} odd and below 1000")
+        if method != "none" and self.budget <= window + sinks:
+            raise ValueError(f"budget {self.budget} must be above window + sinks = "
+                             f"{window} + {sinks}, or no key is left to choose")
+        if self.response_budget is None:
+            return
+        if method == "none" or self.response_budget <= window or self.period < 1:
+            raise ValueError(f"response_budget {self.response_budget} must be above the window of "
+                             f"{window}, period {self.period} at least 1, and evict a method, not "
+                             f"{method!r}")
 
 
-def score_snapkv(q, k, pool, rng, elsewhere=None):
-    """Attention from the last W queries to each earlier key, summed over the window, averaged over the query heads of a KV head,
-    then max-pooled (2404.14469, eq. 5)."""
-    votes = attention_received(q, k, elsewhere).mean(1)[:, :len(k) - len(q)]          # the window is kept anyway
-    return F.pad(max_pool(votes, pool), (0, len(q)))                                  # (nkv, P)
+# The scores of one prompt, or of one sample's response. Every function takes
+#   q (W, nh, hs)   the queries of the last W rows (of all rows for methods in ALL_QUERIES)
+#   k (n, nkv, hs)  the keys to choose from, in time order; both are rotated
+#   e               the Eviction settings
+#   elsewhere       None, or (nh, W): log-sum-exp of the queries' scores on keys that are not among
+#                   k; the prompt's, where response keys are scored
+# and returns finite scores (nkv, n), of which the highest stay. It runs under torch.vmap: it cannot
+# see other prompts, must not branch on values, and may draw from torch's generator, which is
+# seeded by (seed, layer, step).
+
+def attention(q, k, elsewhere=None):
+    """Softmax attention of the last W rows, each of which sees no later key.
+    -> (nkv, group, W, n), group = nh // nkv query heads of a KV head"""
+    (W, nh, hs), (n, nkv, _) = q.shape, k.shape
+    q = q.view(W, nkv, nh // nkv, hs).permute(1, 2, 0, 3)                 # (nkv, group, W, hs)
+    s = matmul32(q.flatten(1, 2), k.permute(1, 2, 0)) * hs ** -0.5        # (nkv, group * W, n)
+    s = s.view(nkv, -1, W, n)
+    row = torch.arange(n, device=q.device)
+    s = s.masked_fill(row > row[n - W:, None], float("-inf"))
+    if elsewhere is not None:  # one more key, whose share is dropped
+        s = torch.cat((s, elsewhere.view(nkv, -1, W, 1)), dim=-1)         # (nkv, group, W, n + 1)
+    return s.softmax(-1)[..., :n]
 
 
-def score_rkv(q, k, pool, rng, elsewhere=None, weight=0.1, similar=0.5):
-    """weight * importance - (1 - weight) * redundancy (2505.24133). Importance: attention of the last W queries, averaged over them,
-    the largest of the query heads, max-pooled. Redundancy: softmax over keys of the mean cosine similarity to all keys; for each
-    key, the latest of those more than `similar` to it is not counted, so that of many alike the latest stays."""
-    importance = max_pool(attention_received(q, k, elsewhere).amax(1) / len(q), pool)  # (nkv, P)
-    k = F.normalize(k.to(torch.promote_types(k.dtype, torch.float32)), dim=-1).transpose(0, 1)  # (nkv, P, hs)
-    P, born, total = k.shape[1], torch.arange(k.shape[1], device=k.device), []
-    heads, rows = max(1, SCORE_BYTES // (4 * P * P)), max(1, min(P, SCORE_BYTES // (4 * P)))
-    for part in k.split(heads):
-        mean = 0
-        for lo in range(0, P, rows):
-            s = part[:, lo:lo + rows] @ part.transpose(1, 2)                          # (heads, rows, P)
-            s[:, born[:s.shape[1]], born[lo:lo + s.shape[1]]] = 0                     # not with itself
-            latest = torch.where(s > similar, born, 0).amax(-1, keepdim=True)         # key 0 where none is similar, as in R-KV's code
-            mean = mean + s.scatter(-1, latest, 0.0).sum(1) / P                       # (heads, P)
-        total.append(mean)
-    return weight * importance - (1 - weight) * torch.cat(total).softmax(-1)
+def snapkv(q, k, e, elsewhere=None):
+    """Votes (2404.14469, eq. 5): the attention that a key receives from the last W queries, summed
+    over them, averaged over the query heads of a KV head, and max-pooled over neighbouring keys,
+    so that what belongs together stays together."""
+    votes = received(q, k, elsewhere)                                     # (nkv, group, n) summed
+    votes = votes.mean(1)[:, :len(k) - len(q)]                            # the window stays anyway
+    votes = max_pool(votes, e.pool)
+    return F.pad(votes, (0, len(q)))                                      # (nkv, n)
 
 
-def score_h2o(q, k, pool, rng, elsewhere=None):
-    """Attention that a key has received so far from all queries (2306.14048); here from those given, see `ACCUMULATES`."""
-    return attention_received(q, k, elsewhere).sum(1)
+def rkv(q, k, e, elsewhere=None):
+    """0.1 importance - 0.9 redundancy (2505.24133). Importance: attention of the last W queries,
+    averaged over them, the largest of the query heads, max-pooled. Redundancy: softmax over the
+    keys of their `similarity`."""
+    importance = max_pool(received(q, k, elsewhere).amax(1) / len(q), e.pool)  # (nkv, n)
+    return 0.1 * importance - (1 - 0.1) * similarity(k).softmax(-1)
 
 
-def score_recent(q, k, pool, rng, elsewhere=None):
+def h2o(q, k, e, elsewhere=None):
+    """Attention that a key has received so far from all queries (2306.14048)."""
+    return received(q, k, elsewhere).sum(1)
+
+
+def recent(q, k, e, elsewhere=None):
     """The later the better: sinks plus a sliding window (StreamingLLM, 2309.17453)."""
     return torch.arange(len(k), device=k.device).float().expand(k.shape[1], -1)
 
 
-def score_random(q, k, pool, rng, elsewhere=None):
-    """A uniform choice, drawn for each KV head on its own."""
-    return torch.rand(k.shape[1], len(k), generator=rng).to(k.device)
+def random(q, k, e, elsewhere=None):
+    """A uniform choice for each KV head; the same positions in all prompts of one length, so that
+    what a prompt keeps does not depend on its batch."""
+    return torch.rand(k.shape[1], len(k)).to(k.device)
 
 
-EVICT = {"none": None, "snapkv": score_snapkv, "rkv": score_rkv, "h2o": score_h2o, "recent": score_recent, "random": score_random}
-ACCUMULATES = {"h2o"}  # methods that get all queries, not the window's, and whose scores add up from one eviction to the next
+EVICT = {"none": None, "snapkv": snapkv, "rkv": rkv, "h2o": h2o, "recent": recent, "random": random}
+ALL_QUERIES = {"h2o"}  # get the queries of all rows; scores add up from one eviction to the next
+ALONE = {"snapkv", "rkv", "h2o"}  # score a KV head by itself: prompts may pass as further heads
 
 
-def keep(score, budget, window, sinks):
-    """score (nkv, P) -> kept positions (nkv, budget), ascending: sinks, window, the best of the rest; of equals the earlier key."""
-    score = score.clone()
-    score[:, :sinks] = float("inf")
-    score[:, score.shape[1] - window:] = float("inf")
-    best = score.argsort(dim=-1, descending=True, stable=True)[:, :budget]
+# How the budget is spread over the layers: (e, layer, n_layer) -> keys per KV head of that layer
+
+def uniform(e, layer, n_layer):
+    return e.budget
+
+
+def pyramid(e, layer, n_layer):
+    """PyramidKV (2406.02069): what is free after window and sinks falls in a straight line from the
+    first layer, 1.95 times the mean, to the last, 0.05 times."""
+    fixed = e.window + e.sinks
+    top, slope = (1.95, 1.9 / (n_layer - 1)) if n_layer > 1 else (1, 0)
+
+    def free(layers):  # keys of the first so many layers together
+        return round((e.budget - fixed) * (top * layers - slope * layers * (layers - 1) / 2))
+    return fixed + free(layer + 1) - free(layer)
+
+
+def adaptive(score, e):
+    """Ada-KV (2407.11550): the KV heads of a layer compete for what is free after window and sinks;
+    each keeps at least a fifth of the mean and at most twice. score (..., nkv, n) -> (..., nkv)"""
+    nkv, n = score.shape[-2:]
+    free = e.budget - e.window - e.sinks
+    s = score[..., e.sinks:n - e.window]                                  # (..., nkv, candidates)
+    rank = s.argsort(dim=-1, descending=True, stable=True).argsort(dim=-1)  # within its head
+    s = s.masked_fill(rank < free // 5, float("inf")).masked_fill(rank >= 2 * free, float("-inf"))
+    best = s.flatten(-2).topk(nkv * free).indices // s.shape[-1]          # KV head of each winner
+    won = best[..., None] == torch.arange(nkv, device=score.device)       # (..., winners, nkv)
+    return e.window + e.sinks + won.sum(-2)
+
+
+SPREAD = {"uniform": uniform, "pyramid": pyramid, "adaptive": uniform}
+BY_HEAD = {"adaptive": adaptive}  # and over the KV heads of a layer: (score, e) -> keys of each
+
+
+def keep(score, K, window, sinks, count=None):
+    """score (..., n) -> kept positions (..., K), ascending: sinks, window, the best of the rest; of
+    equals the earlier key. Sinks and window stay whatever their scores are. count (...): keep fewer
+    than K; what follows them is n."""
+    n = score.shape[-1]
+    score = score.nan_to_num(nan=0.0, posinf=3e38, neginf=-3e38)
+    score[..., :sinks] = float("inf")
+    score[..., n - window:] = float("inf")
+    best = score.argsort(dim=-1, descending=True, stable=True)[..., :K]
+    if count is not None:
+        best = best.where(torch.arange(K, device=best.device) < count[..., None], n)
     return best.sort(dim=-1).values
 
 
 class KVCache:
-    """Keys and values of B prompts (compressed, shared by the group) and of B x G responses.
+    """Keys and values of B prompts (compressed, shared by their group) and S = B x group responses.
 
-    config: model.Config. lengths: prompt lengths in tokens. group: samples per prompt. max_new_tokens: longest response.
-    evict: a name in EVICT. budget: prompt keys kept per layer and KV head, window and sinks included; a prompt no longer
-    than that is kept whole, exactly the dense method. window, sinks: see the head of this file. pool: odd width in keys.
-    response_budget: response keys kept after every `period` steps, window included; None: all. The votes are those of the last
-    min(window, period) queries, of h2o those of all `period`; they are held beside the cache and `nbytes` does not count them.
-    Raises ValueError for settings that cannot mean what they say."""
+    config: model.Config. lengths: prompt lengths in tokens. group: samples per prompt.
+    max_new_tokens: longest response. eviction: Eviction. What a decoding step reads and counts
+    stays on the device, so that a CUDA graph can step."""
 
-    def __init__(self, config, lengths, group, max_new_tokens, evict="snapkv", budget=256, window=32, sinks=4, pool=7,
-                 seed=0, device="cpu", dtype=torch.float32, response_budget=None, period=128):
-        check_eviction(evict, budget, window, sinks, pool, response_budget, period)
-        self.c, self.lengths, self.evict = config, list(lengths), evict
-        self.score, self.budget, self.window, self.sinks, self.pool = EVICT[evict], budget, window, sinks, pool
-        self.response_budget, self.period = response_budget, period
-        self.rng = torch.Generator().manual_seed(seed)
-        B, L, nkv, hs = len(lengths), config.n_layer, config.n_kv_head, config.head_size
-        S, new = B * group, lambda *shape, dtype=dtype: torch.zeros(*shape, device=device, dtype=dtype)
-        self.n_kept = [P if self.score is None else min(P, budget) for P in self.lengths]
-        pairs = lambda rows, slots: [tuple(new(rows, nkv, slots, hs) for _ in "kv") for _ in range(L)]
-        # kept keys differ in number only between prompts shorter than the budget (or when nothing is evicted)
-        self.prompt = pairs(B, max(self.n_kept))
-        # the last sampled token is never fed back, so a response of R tokens has R - 1 keys
-        R = max_new_tokens
-        self.response = pairs(S, R - 1 if response_budget is None else min(R - 1, response_budget + period))
-        self.prompt_filled = torch.tensor(self.n_kept, device=device, dtype=torch.int32)  # (B,) slots in use, the rest is padding
-        # both are read by a CUDA graph, which also moves them on; without eviction of response keys they are equal
-        self.t = new((), dtype=torch.int64)                # response tokens fed so far: their keys were born at steps 0 .. t - 1
-        self.response_filled = new((), dtype=torch.int64)  # response slots in use, the same number for all samples
+    def __init__(self, config, lengths, group, max_new_tokens, eviction, seed=0, device="cpu",
+                 dtype=torch.float32):
+        self.config, self.lengths, self.eviction, self.seed = config, list(lengths), eviction, seed
+        L, nkv, hs = config.n_layer, config.n_kv_head, config.head_size
+        B, S, R = len(lengths), len(lengths) * group, max_new_tokens
+        like = dict(device=device, dtype=dtype)
+        # prompts: slots past what a prompt fills are padding. By layer, as budgets may differ
+        self.slots = [[self.slots_of(layer, P) for P in self.lengths] for layer in range(L)]
+        self.prompt_k = [torch.zeros(B, nkv, max(slots), hs, **like) for slots in self.slots]
+        self.prompt_v = [torch.zeros_like(k) for k in self.prompt_k]
+        filled = torch.tensor(self.slots, device=device, dtype=torch.int32)         # (L, B)
+        self.prompt_filled = filled[..., None].repeat(1, 1, nkv)                    # (L, B, nkv)
+        # responses: the last sampled token is never fed back, so R tokens have R - 1 keys
+        slots = R - 1
+        if eviction.response_budget is not None:
+            slots = min(slots, eviction.response_budget + eviction.period)
+        self.response_k = torch.zeros(L, S, nkv, slots, hs, **like)
+        self.response_v = torch.zeros_like(self.response_k)
+        self.response_filled = torch.zeros((), device=device, dtype=torch.int64)    # in all samples
+        self.t = torch.zeros_like(self.response_filled)                  # response tokens fed
         # the log
-        self.kept = [[None] * L for _ in range(B)]  # [prompt][layer] -> (nkv, K) kept positions
-        self.until = torch.full((L, S, nkv, R), R, device=device, dtype=torch.int32)  # step at which each response key dies; R: never
-        if response_budget is not None:  # what choosing among response keys takes
-            n = max(1, min(period if evict in ACCUMULATES else min(window, period), R - 1))
-            self.queries = [new(S, n, config.n_head, hs) for _ in range(L)]  # of the last n steps, step u in row u % n
-            self.born = [new(S, nkv, 0, dtype=torch.int64) for _ in range(L)]  # step of each key held at the last eviction
-            self.past = [new(S, nkv, 0, dtype=torch.float32) for _ in range(L)]  # and its score so far, of a method that accumulates
+        self.kept = [[None] * L for _ in lengths]                        # [prompt][layer] (nkv, K)
+        self.until = torch.full((L, S, nkv, R), R, device=device, dtype=torch.int32)
+        self.finite = torch.ones((), device=device, dtype=torch.bool)    # was every score so far?
+        if eviction.response_budget is not None:
+            self.prepare_response_eviction(S, R, like)
+
+    def budget(self, layer):
+        return SPREAD[self.eviction.spread](self.eviction, layer, self.config.n_layer)
+
+    def slots_of(self, layer, P):
+        """Slots per KV head that a prompt of P tokens takes in a layer."""
+        e, budget = self.eviction, self.budget(layer)
+        if e.method == "none" or P <= budget:
+            return P
+        if e.spread in BY_HEAD:
+            budget += budget - e.window - e.sinks
+        return min(P, budget)
 
     def write_prompts(self, which, layer, q, k, v):
-        """Compress prompts of one length at one layer. which: their indices, a slice; q (n * P, nh, hs), k, v (n * P, nkv, hs),
-        rotated, one prompt after the other."""
-        P, K, n = self.lengths[which.start], self.n_kept[which.start], which.stop - which.start
-        # to the scoring function n prompts look like one with n times the heads
-        heads = lambda x: x.unflatten(0, (n, -1)).transpose(0, 1).flatten(1, 2)            # (n * P, h, hs) -> (P, n * h, hs)
-        k, v = heads(k), heads(v)                                                          # (P, n * nkv, hs)
-        if K == P:
-            kept = torch.arange(P, device=k.device).expand(k.shape[1], -1)
+        """Compress prompts of one length at one layer. which: their indices, a slice.
+        q (n * P, nh, hs), k, v (n * P, nkv, hs): rotated, one prompt after the other."""
+        e, P, n = self.eviction, self.lengths[which.start], which.stop - which.start
+        q, k, v = (x.unflatten(0, (n, P)) for x in (q, k, v))            # (n, P, heads, hs)
+        K, nkv = self.slots[layer][which.start], k.shape[2]
+        if e.method == "none" or P <= self.budget(layer):
+            kept = torch.arange(P, device=k.device).expand(n, nkv, -1)
         else:
-            W = P if self.evict in ACCUMULATES else self.window
-            last = heads(q.unflatten(0, (n, -1))[:, -W:].flatten(0, 1))                    # (W, n * nh, hs)
-            kept = keep(self.scores(last, k), K, self.window, self.sinks)                  # (n * nkv, K)
-        index = kept[:, :, None].expand(-1, -1, k.shape[2])                                # (n * nkv, K, hs)
-        for store, x in zip(self.prompt[layer], (k, v)):  # a copy: no view keeps the dense keys alive
-            store[which, :, :K] = x.transpose(0, 1).gather(1, index).unflatten(0, (n, -1))
-        for b, positions in zip(range(which.start, which.stop), kept.unflatten(0, (n, -1))):
-            self.kept[b][layer] = positions                                                # (nkv, K)
+            W = P if e.method in ALL_QUERIES else e.window
+            score = self.scores(layer, 0, q[:, P - W:], k)               # (n, nkv, P)
+            count = None
+            if e.spread in BY_HEAD:
+                count = BY_HEAD[e.spread](score, e)                      # (n, nkv)
+                self.prompt_filled[layer, which] = count.int()
+            kept = keep(score, K, e.window, e.sinks, count=count)        # (n, nkv, K)
+        index = kept[..., None].clamp(max=P - 1).expand(-1, -1, -1, k.shape[3])
+        # copies: no view keeps the dense keys alive
+        self.prompt_k[layer][which, :, :K] = k.transpose(1, 2).gather(2, index)
+        self.prompt_v[layer][which, :, :K] = v.transpose(1, 2).gather(2, index)
+        for i in range(n):
+            self.kept[which.start + i][layer] = kept[i]                  # (nkv, K)
 
-    def scores(self, q, k, elsewhere=None):
-        """The method's scores, (KV heads, keys), see the head of this file; a new method's mistake is found here."""
-        score = self.score(q, k, self.pool, self.rng, elsewhere)                           # (heads, keys)
-        if score.shape != (k.shape[1], len(k)):
-            raise ValueError(f"the scoring function gave {tuple(score.shape)}, not (KV heads, keys) = {(k.shape[1], len(k))}")
+    def scores(self, layer, t, q, k, elsewhere=None):
+        """The method's scores of n prompts or samples, each by itself: q (n, W, nh, hs), k
+        (n, keys, nkv, hs), elsewhere None or (n, nh, W) -> (n, nkv, keys)."""
+        (n, W, nh, _), (_, keys, nkv, _) = q.shape, k.shape
+        method, inputs = self.eviction.method, [q, k]
+        if elsewhere is not None:
+            inputs.append(elsewhere)
+
+        def one(q, k, *elsewhere):
+            score = EVICT[method](q, k, self.eviction, *elsewhere)
+            if score.shape != (k.shape[1], keys):
+                raise ValueError(f"{method} scored {tuple(score.shape)}, not (KV heads, keys) = "
+                                 f"{(k.shape[1], keys)}")
+            return score
+
+        def seeded(*inputs):
+            torch.default_generator.manual_seed(hash((self.seed, layer, t)) % 2**63)
+            return one(*inputs)
+
+        if method in ALONE:  # the same scores as below, in a fifth of the launches
+            q, k = q.transpose(0, 1).flatten(1, 2), k.transpose(0, 1).flatten(1, 2)
+            score = one(q, k, *(x.flatten(0, 1) for x in inputs[2:]))    # (n * nkv, keys)
+            score = score.unflatten(0, (n, nkv))
+        else:
+            at_once = max(1, SCORE_BYTES // (4 * W * nh * keys))
+            with torch.random.fork_rng(devices=[]):
+                score = torch.vmap(seeded, chunk_size=at_once, randomness="same")(*inputs)
+        self.finite.logical_and_(score.isfinite().all())
         return score
 
     def attend(self, layer, q, k, v):
-        """One decoding step at one layer, see decode_attn.py. q (S, nh, hs), k, v (S, nkv, hs) with S = B x G -> (S, nh, hs)."""
-        if self.response_budget is not None:
-            self.queries[layer].index_copy_(1, self.t[None] % self.queries[layer].shape[1], q[:, None])
-        return decode_attention(q, k, v, *self.prompt[layer], self.prompt_filled, *self.response[layer],
-                                self.response_filled)
+        """One decoding step at one layer: k, v (S, nkv, hs) are stored. q (S, nh, hs) -> same."""
+        if self.eviction.response_budget is not None:
+            queries = self.queries[layer]
+            queries.index_copy_(1, self.t[None] % queries.shape[1], q[:, None])
+        return decode_attention(
+            q, k, v, prompt_k=self.prompt_k[layer], prompt_v=self.prompt_v[layer],
+            n_kept=self.prompt_filled[layer], response_k=self.response_k[layer],
+            response_v=self.response_v[layer], t=self.response_filled)
 
     def advance(self):
-        """Call once per decoding step, after the last layer. In place, so that a CUDA graph counts as it is replayed."""
+        """Call once per decoding step, after the last layer. In place: a CUDA graph counts too."""
         self.t.add_(1)
         self.response_filled.add_(1)
 
+    # Response keys. Every `period` steps the same scoring function chooses among the keys held, for
+    # each sample, layer and KV head. All samples hold equally many keys at any time, so there is
+    # room for response_budget + period of them, however long the response.
+
+    def prepare_response_eviction(self, S, R, like):
+        """What choosing takes beside the keys; nbytes does not count it."""
+        c, e = self.config, self.eviction
+        voters = e.period if e.method in ALL_QUERIES else min(e.window, e.period)
+        voters = max(1, min(voters, R - 1))
+        # the last queries, that of step u in slot u % voters
+        self.queries = torch.zeros(c.n_layer, S, voters, c.n_head, c.head_size, **like)
+        nothing = torch.zeros(S, c.n_kv_head, 0, device=like["device"])
+        # by layer (S, nkv, held): step at which each key was born; its score so far (ALL_QUERIES)
+        self.born = [nothing.long()] * c.n_layer
+        self.past = [nothing] * c.n_layer
+
     def evict_responses(self, t):
-        """Call after step t - 1, when t response tokens were fed: every `period` steps, drop response keys beyond the budget."""
-        if self.response_budget is None or t % self.period:
+        """Call when t response tokens were fed: every `period` steps, drop what is too much."""
+        e = self.eviction
+        if e.response_budget is None or t % e.period:
             return
-        for layer in range(self.c.n_layer):
+        for layer in range(self.config.n_layer):
             self.evict_layer(layer, t)
         self.response_filled.fill_(self.born[0].shape[2])
 
     def evict_layer(self, layer, t):
-        """Choose at one layer, log what dies, move what stays to the first slots."""
-        (S, nkv, held), K = self.born[layer].shape, self.response_budget
-        n = held + self.period                                                             # slots in use
-        born = torch.cat((self.born[layer], torch.arange(t - self.period, t, device=self.t.device).expand(S, nkv, -1)), dim=2)
-        rows = torch.arange(t - self.queries[layer].shape[1], t, device=self.t.device) % self.queries[layer].shape[1]
-        q, k = self.queries[layer][:, rows], self.response[layer][0][:, :, :n]             # (S, W, nh, hs), (S, nkv, n, hs)
-        if n > K or self.evict in ACCUMULATES:  # to the scoring function S samples look like one with S times the heads
-            score = self.scores(q.transpose(0, 1).flatten(1, 2), k.permute(2, 0, 1, 3).flatten(1, 2), self.prompt_mass(layer, q))
-            score = score.unflatten(0, (S, nkv)).clone()                                   # (S, nkv, n)
-        if self.evict in ACCUMULATES:
-            score[:, :, :held] += self.past[layer]
+        """Score the keys held, log which die, move those that stay to the first slots."""
+        e, K = self.eviction, self.eviction.response_budget
+        adds_up = e.method in ALL_QUERIES
+        S, nkv, held = self.born[layer].shape
+        n = held + e.period                                              # keys held now
+        fresh = torch.arange(t - e.period, t, device=self.t.device).expand(S, nkv, -1)
+        born = torch.cat((self.born[layer], fresh), dim=2)               # (S, nkv, n)
+        if n > K or adds_up:
+            voters = self.queries.shape[2]
+            steps = torch.arange(t - voters, t, device=self.t.device)
+            q = self.queries[layer][:, steps % voters]                   # (S, voters, nh, hs)
+            k = self.response_k[layer][:, :, :n].transpose(1, 2)         # (S, n, nkv, hs)
+            elsewhere = self.prompt_mass(layer, q)                       # (S, nh, voters)
+            score = self.scores(layer, t, q, k, elsewhere=elsewhere)     # (S, nkv, n)
+        if adds_up:
+            score = score + F.pad(self.past[layer], (0, e.period))
             self.past[layer] = score
         if n > K:
-            kept = keep(score.flatten(0, 1), K, self.window, 0).unflatten(0, (S, nkv))     # (S, nkv, K) slots
-            dies = torch.full_like(born, t).scatter_(2, kept, self.until.shape[3])         # the query of step t - 1 was the last to see it
+            stay = keep(score, K, e.window, sinks=0)                     # (S, nkv, K) slots
+            never = self.until.shape[3]
+            dies = torch.full_like(born, t).scatter_(2, stay, never)     # step t - 1 saw it last
             self.until[layer].scatter_(2, born, dies.int())
-            for store in self.response[layer]:
-                store[:, :, :K] = store[:, :, :n].gather(2, kept[..., None].expand(-1, -1, -1, store.shape[3]))
-            born = born.gather(2, kept)
-            if self.evict in ACCUMULATES:
-                self.past[layer] = score.gather(2, kept)
+            index = stay[..., None].expand(-1, -1, -1, self.config.head_size)
+            for store in (self.response_k[layer], self.response_v[layer]):
+                store[:, :, :K] = store.gather(2, index)
+            born = born.gather(2, stay)
+            if adds_up:
+                self.past[layer] = score.gather(2, stay)
         self.born[layer] = born
 
     def prompt_mass(self, layer, q):
-        """q (S, W, nh, hs) -> (S * nh, W) fp32: log-sum-exp of the queries' scores on their prompt's kept keys."""
-        (S, W, nh, hs), (B, nkv, K, _) = q.shape, self.prompt[layer][0].shape
-        q = q.view(B, S // B, W, nkv, nh // nkv, hs).permute(0, 3, 1, 4, 2, 5)             # (B, nkv, G, group, W, hs)
-        mass = [torch.logsumexp(matmul32(a.flatten(1, 3), k[:, :n].transpose(1, 2)) * hs ** -0.5, -1).view(nkv, S // B, -1, W)
-                for a, k, n in zip(q, self.prompt[layer][0], self.n_kept)]                 # (nkv, G, group, W) of each prompt
-        return torch.stack(mass).transpose(1, 2).reshape(S * nh, W)
+        """q (S, W, nh, hs) -> (S, nh, W) fp32: log-sum-exp of scores on the prompt's kept keys."""
+        (S, W, nh, hs), (B, nkv, K, _) = q.shape, self.prompt_k[layer].shape
+        q = q.view(B, S // B, W, nkv, nh // nkv, hs).permute(0, 3, 1, 4, 2, 5)
+        padding = torch.arange(K, device=q.device) >= self.prompt_filled[layer][..., None]
+        mass = []
+        for b in range(B):
+            k = self.prompt_k[layer][b].transpose(1, 2)                  # (nkv, hs, K)
+            s = matmul32(q[b].flatten(1, 3), k) * hs ** -0.5             # (nkv, G * group * W, K)
+            s = s.masked_fill(padding[b, :, None], float("-inf"))
+            mass.append(s.logsumexp(-1).view(nkv, S // B, -1, W))        # (nkv, G, group, W)
+        return torch.stack(mass).transpose(1, 2).reshape(S, nh, W)
+
+    def kept_positions(self):
+        """The log of each prompt: (L, nkv, K) int64 where all layers and KV heads keep equally
+        many, else lists [layer][KV head] of (K,). Index either by layer and KV head."""
+        out = []
+        for P, layers in zip(self.lengths, self.kept):
+            if self.eviction.spread in BY_HEAD:
+                layers = [[kept[kept < P] for kept in heads] for heads in layers]
+            elif len({heads.shape for heads in layers}) == 1:
+                layers = torch.stack(layers)
+            out.append(layers)
+        return out
 
     def nbytes(self):
         """Bytes of storage that hold keys and values, counted from the storages themselves."""
-        tensors = [x for part in (self.prompt, self.response) for layer in part for x in layer]
-        return sum({x.untyped_storage().data_ptr(): x.untyped_storage().nbytes() for x in tensors}.values())
+        tensors = [*self.prompt_k, *self.prompt_v, self.response_k, self.response_v]
+        storages = {x.untyped_storage().data_ptr(): x.untyped_storage().nbytes() for x in tensors}
+        return sum(storages.values())
 
 
-def check_eviction(evict, budget, window, sinks, pool=7, response_budget=None, period=128):
-    """Raise ValueError for an unknown method or a budget that leaves no key to choose."""
-    if evict not in EVICT:
-        raise ValueError(f"unknown eviction method {evict!r}: choose from {', '.join(EVICT)}")
-    if window < 1 or sinks < 0 or not 1 <= pool < 1000 or pool % 2 == 0:
-        raise ValueError(f"window {window} must be at least 1, sinks {sinks} at least 0, pool {pool} odd and below 1000")
-    if evict != "none" and budget <= window + sinks:
-        raise ValueError(f"budget {budget} must be above window + sinks = {window} + {sinks}, or no key is left to choose")
-    if response_budget is not None and (evict == "none" or response_budget <= window or period < 1):
-        raise ValueError(f"response_budget {response_budget} must be above the window of {window}, period {period} at least 1, and evict a "
-                         f"method, not {evict!r}")
+# What scores are made of, a slice at a time: attention of many queries to a long prompt is large
+
+SCORE_BYTES = 32 * 2**20  # fp32 attention (or similarity) held at a time, about twice
+
+
+def received(q, k, elsewhere=None):
+    """attention(q, k, elsewhere) summed over its queries -> (nkv, group, n)"""
+    (W, nh, _), (n, nkv, _) = q.shape, k.shape
+    group = nh // nkv
+    heads = max(1, SCORE_BYTES // (4 * group * W * n))                   # KV heads at a time
+    rows = max(1, min(W, SCORE_BYTES // (4 * group * n)))                # and, of one head, queries
+    total = []
+    for h in range(0, nkv, heads):
+        mine = slice(h * group, (h + heads) * group)                     # query heads
+        part = 0
+        for lo in range(0, W, rows):
+            hi = min(lo + rows, W)
+            seen = n - W + hi                                            # none of these sees more
+            z = None if elsewhere is None else elsewhere[mine, lo:hi]
+            att = attention(q[lo:hi, mine], k[:seen, h:h + heads], z)
+            part = part + F.pad(att.sum(2), (0, n - seen))               # (heads, group, n)
+        total.append(part)
+    return torch.cat(total)
+
+
+def max_pool(x, pool):
+    """(nkv, n): each key gets the largest of `pool` neighbouring scores."""
+    return F.max_pool1d(x[None], pool, stride=1, padding=pool // 2)[0]
+
+
+def similarity(k, similar=0.5):
+    """Mean cosine similarity of each key to all, (nkv, n). For each key the latest of those more
+    than `similar` to it is not counted, so that of many alike the latest stays (R-KV)."""
+    k = F.normalize(widen(k), dim=-1).transpose(0, 1)                    # (nkv, n, hs)
+    nkv, n, _ = k.shape
+    row = torch.arange(n, device=k.device)
+    heads, rows = max(1, SCORE_BYTES // (4 * n * n)), max(1, min(n, SCORE_BYTES // (4 * n)))
+    total = []
+    for part in k.split(heads):
+        mean = 0
+        for lo in range(0, n, rows):
+            s = part[:, lo:lo + rows] @ part.transpose(1, 2)             # (heads, rows, n)
+            s = s.masked_fill(row == row[lo:lo + rows, None], 0)         # not with itself
+            latest = torch.where(s > similar, row, 0).amax(-1, keepdim=True)  # key 0 if none is
+            mean = mean + s.scatter(-1, latest, 0.0).sum(1) / n          # (heads, n)
+        total.append(mean)
+    return torch.cat(total)

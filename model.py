@@ -1,19 +1,25 @@
 """
-A decoder-only transformer that reads real Hugging Face checkpoints: Llama (Llama 2/3.x, SmolLM2), Qwen2/2.5, Qwen3.
+A decoder-only transformer that reads real Hugging Face checkpoints: Llama (Llama 2/3.x, SmolLM2),
+Qwen2/2.5, Qwen3.
 
-The idea. Attention is the only place where tokens meet, so this file leaves it to the caller (and what stands between the
-matrix products to fused.py). There is no batch dimension: `model(ids (N,), pos (N,), attend)` maps N tokens to N hidden states and
-hands each layer's rotated queries, keys and values to `attend(layer, q, k, v)`. Prefill, decoding and the learner differ only in
-the function they pass; this is where a Shadow Mask enters the learner.
+The idea. Attention is the only place where tokens meet, so this file leaves it to the caller.
+There is no batch dimension: `model(ids (N,), pos (N,), attend)` maps N tokens to N hidden states
+and hands each layer's rotated queries, keys and values to `attend(layer, q, k, v)`. Prefill,
+decoding and the learner differ only in the function they pass; there a Shadow Mask enters the
+learner.
 
-Left out on purpose: dropout, sliding windows, mixture of experts, YaRN and other RoPE scalings but Llama 3's (all refused by name),
-quantised weights, sentencepiece models' tokenizers.
+What stands between the matrix products (RMSNorm, rotation, SwiGLU) is written out below; on a GPU
+the kernels of fast/fused.py compute the same.
 
-Parameter names are those of the checkpoint without the leading "model.", so loading is a strict comparison of names
-and shapes and saving is its inverse; q, k, v and gate, up are joined into one matrix each (`tensors` takes them apart), for two
-wide products are faster than five narrow ones.
+Left out on purpose: dropout, sliding windows, mixture of experts, YaRN and other RoPE scalings but
+Llama 3's (all refused by name), quantised weights, sentencepiece models' tokenizers.
 
-References: Llama 3 (arXiv 2407.21783), Qwen2.5 (2412.15115), Qwen3 (2505.09388), RoPE (2104.09864).
+Parameter names are those of the checkpoint without the leading "model.", so loading is a strict
+comparison of names and shapes and saving is its inverse. q, k, v and gate, up are joined into one
+matrix each (`tensors` takes them apart): two wide products are faster than five narrow ones.
+
+References: Llama 3 (arXiv 2407.21783), Qwen2.5 (2412.15115), Qwen3 (2505.09388), RMSNorm
+(1910.07467), RoPE (2104.09864), SwiGLU (2002.05202).
 """
 import json
 import math
@@ -22,22 +28,27 @@ from dataclasses import dataclass, field
 
 import torch
 import torch.nn as nn
+import torch.nn.functional as F
 from torch.utils.checkpoint import checkpoint
 
-from fast.fused import rms_norm, rotate, swiglu
-from fast.head import Head, matmul32
-from fast.launch import widen
+from fast import fused
+from fast.head import Head
+from fast.launch import kernels, widen
 
-MLP_ROWS = 2048  # rows of an MLP slice in prefill; under activation checkpointing, where a slice is computed once more, 8 times that
-CHECKPOINT = dict(use_reentrant=False, preserve_rng_state=False)  # nothing here draws random numbers
+MLP_ROWS = 2048  # rows of an MLP slice, see in_slices
+CHECKPOINT = dict(use_reentrant=False, preserve_rng_state=False)  # no random numbers are drawn here
 
-# which tensors an architecture has beyond the common ones; a bias of None means "ask config.attention_bias"
+# which tensors an architecture has beyond the common ones; None: config.json's attention_bias says
 ARCHITECTURES = {
     "llama": dict(qkv_bias=None, o_bias=None, qk_norm=False),
     "qwen2": dict(qkv_bias=True, o_bias=False, qk_norm=False),
     "qwen3": dict(qkv_bias=None, o_bias=None, qk_norm=True),
 }
+REQUIRED = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads",
+            "vocab_size", "max_position_embeddings", "rms_norm_eps")
 
+
+# ---- config.json ----
 
 @dataclass
 class Config:
@@ -57,79 +68,154 @@ class Config:
     o_bias: bool = False
     mlp_bias: bool = False
     qk_norm: bool = False
-    raw: dict = field(default_factory=dict, repr=False)  # config.json as read; written back by save_pretrained
+    raw: dict = field(default_factory=dict, repr=False)  # config.json as read, for save_pretrained
 
     @classmethod
     def from_dict(cls, raw):
-        """config.json as a dict -> Config. Raises ValueError for anything this file would compute wrongly."""
-        arch = raw.get("model_type")
-        if arch not in ARCHITECTURES:
-            raise ValueError(f"unknown architecture model_type={arch!r}: this code reads {', '.join(ARCHITECTURES)}")
-        missing = [k for k in ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "vocab_size",
-                               "max_position_embeddings", "rms_norm_eps") if k not in raw]
-        if missing:
-            raise ValueError(f"config.json lacks {', '.join(missing)}")
-        if raw.get("hidden_act", "silu") != "silu":
-            raise ValueError(f"hidden_act={raw['hidden_act']!r} is not supported (silu is)")
-        sliding = raw.get("use_sliding_window") or "sliding_attention" in (raw.get("layer_types") or [])
-        if sliding:
-            raise ValueError("sliding-window attention is not supported")
-        if raw.get("quantization_config"):
-            raise ValueError("quantised weights (quantization_config) are not supported")
-        # transformers 5 moved rope_theta into rope_parameters; before that it stood beside rope_scaling (or nothing)
-        rope = dict(raw.get("rope_parameters") or raw.get("rope_scaling") or {})
-        rope.setdefault("rope_type", rope.pop("type", "default"))
-        rope.setdefault("rope_theta", raw.get("rope_theta"))
-        if rope["rope_theta"] is None:
-            raise ValueError("config.json gives no rope_theta, neither at the top nor in rope_parameters")
-        if raw.get("partial_rotary_factor", rope.get("partial_rotary_factor", 1.0)) != 1.0:
-            raise ValueError("partial_rotary_factor other than 1 is not supported")
-        n_head, spec = raw["num_attention_heads"], ARCHITECTURES[arch]
-        bias = bool(raw.get("attention_bias", False))
+        """config.json as a dict -> Config. Raises ValueError for what would be computed wrongly."""
+        refuse_unsupported(raw)
+        arch = raw["model_type"]
+        spec = ARCHITECTURES[arch]
+        qkv_bias, o_bias = spec["qkv_bias"], spec["o_bias"]
+        if qkv_bias is None:
+            qkv_bias = bool(raw.get("attention_bias", False))
+        if o_bias is None:
+            o_bias = bool(raw.get("attention_bias", False))
+        head_size = raw.get("head_dim")
+        if not head_size and arch == "qwen3":  # its default does not depend on the width
+            head_size = 128
+        if not head_size:
+            head_size = raw["hidden_size"] // raw["num_attention_heads"]
         config = cls(
-            arch=arch, n_layer=raw["num_hidden_layers"], n_head=n_head, n_kv_head=raw.get("num_key_value_heads") or n_head,
-            head_size=raw.get("head_dim") or (128 if arch == "qwen3" else raw["hidden_size"] // n_head),
-            width=raw["hidden_size"], mlp_width=raw["intermediate_size"], vocab_size=raw["vocab_size"],
-            max_pos=raw["max_position_embeddings"], eps=raw["rms_norm_eps"], rope=rope,
-            tied=raw.get("tie_word_embeddings", False), qk_norm=spec["qk_norm"], mlp_bias=bool(raw.get("mlp_bias", False)),
-            qkv_bias=bias if spec["qkv_bias"] is None else spec["qkv_bias"],
-            o_bias=bias if spec["o_bias"] is None else spec["o_bias"], raw=raw)
-        sizes = dict(num_hidden_layers=config.n_layer, num_attention_heads=config.n_head, num_key_value_heads=config.n_kv_head,
-                     head_dim=config.head_size, hidden_size=config.width, intermediate_size=config.mlp_width,
-                     vocab_size=config.vocab_size, max_position_embeddings=config.max_pos)
+            arch=arch,
+            n_layer=raw["num_hidden_layers"],
+            n_head=raw["num_attention_heads"],
+            n_kv_head=raw.get("num_key_value_heads") or raw["num_attention_heads"],
+            head_size=head_size,
+            width=raw["hidden_size"],
+            mlp_width=raw["intermediate_size"],
+            vocab_size=raw["vocab_size"],
+            max_pos=raw["max_position_embeddings"],
+            eps=raw["rms_norm_eps"],
+            rope=read_rope(raw),
+            tied=raw.get("tie_word_embeddings", False),
+            qkv_bias=qkv_bias,
+            o_bias=o_bias,
+            mlp_bias=bool(raw.get("mlp_bias", False)),
+            qk_norm=spec["qk_norm"],
+            raw=raw,
+        )
+        config.check()
+        return config
+
+    def check(self):
+        """Raises ValueError for sizes that no model has, and for an unknown rope_type."""
+        sizes = dict(
+            num_hidden_layers=self.n_layer, num_attention_heads=self.n_head,
+            num_key_value_heads=self.n_kv_head, head_dim=self.head_size, hidden_size=self.width,
+            intermediate_size=self.mlp_width, vocab_size=self.vocab_size,
+            max_position_embeddings=self.max_pos)
         for key, n in sizes.items():
             if type(n) is not int or not 0 < n < 10**7:
                 raise ValueError(f"{key} must be a positive integer, got {n!r}")
-        if config.head_size % 2:
-            raise ValueError(f"head_dim must be even, got {config.head_size}")
-        if config.n_head % config.n_kv_head:
-            raise ValueError(f"{config.n_head} query heads do not divide into {config.n_kv_head} KV heads")
-        rope_frequencies(config)  # an unknown rope_type fails here, before any weight is read
-        return config
+        if self.head_size % 2:
+            raise ValueError(f"head_dim must be even, got {self.head_size}")
+        if self.n_head % self.n_kv_head:
+            raise ValueError(
+                f"{self.n_head} query heads do not divide into {self.n_kv_head} KV heads")
+        rope_frequencies(self)  # an unknown rope_type fails here, before any weight is read
 
     def kv_bytes_per_token(self, dtype):
-        """Bytes one token takes in a dense KV cache: keys and values of every layer and KV head."""
+        """Bytes of one token in a dense KV cache: keys and values of every layer and KV head."""
         return 2 * self.n_layer * self.n_kv_head * self.head_size * dtype.itemsize
 
 
+def refuse_unsupported(raw):
+    """Raises ValueError, naming what in config.json this file would compute wrongly or lacks."""
+    arch = raw.get("model_type")
+    if arch not in ARCHITECTURES:
+        raise ValueError(f"unknown architecture model_type={arch!r}: "
+                         f"this code reads {', '.join(ARCHITECTURES)}")
+    missing = [key for key in REQUIRED if key not in raw]
+    if missing:
+        raise ValueError(f"config.json lacks {', '.join(missing)}")
+    if raw.get("hidden_act", "silu") != "silu":
+        raise ValueError(f"hidden_act={raw['hidden_act']!r} is not supported (silu is)")
+    if raw.get("use_sliding_window") or "sliding_attention" in (raw.get("layer_types") or []):
+        raise ValueError("sliding-window attention is not supported")
+    if raw.get("quantization_config"):
+        raise ValueError("quantised weights (quantization_config) are not supported")
+
+
+def read_rope(raw):
+    """rope_theta, rope_type and what that type needs, as transformers 4 and 5 write them."""
+    # transformers 5 has rope_parameters; before, rope_theta stood beside rope_scaling (or nothing)
+    rope = dict(raw.get("rope_parameters") or raw.get("rope_scaling") or {})
+    rope.setdefault("rope_type", rope.pop("type", "default"))
+    rope.setdefault("rope_theta", raw.get("rope_theta"))
+    if rope["rope_theta"] is None:
+        raise ValueError(
+            "config.json gives no rope_theta, neither at the top nor in rope_parameters")
+    if raw.get("partial_rotary_factor", rope.get("partial_rotary_factor", 1.0)) != 1.0:
+        raise ValueError("partial_rotary_factor other than 1 is not supported")
+    return rope
+
+
 def rope_frequencies(config):
-    """Radians per position of each rotated pair, (hs/2,) fp32. `rope_type` "default" or "llama3" (per-band stretching)."""
+    """Radians per position of each rotated pair, (hs/2,) fp32. Raises ValueError for a rope_type
+    that is neither "default" nor "llama3", which stretches slow pairs."""
     rope, hs = config.rope, config.head_size
-    freq = rope["rope_theta"] ** -(torch.arange(0, hs, 2, dtype=torch.int64).float() / hs)  # (hs/2,)
+    exponent = torch.arange(0, hs, 2, dtype=torch.int64).float() / hs  # (hs/2,)
+    freq = rope["rope_theta"] ** -exponent
     if rope["rope_type"] == "default":
         return freq
-    if rope["rope_type"] == "llama3":
-        need = ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
-        missing = [k for k in need if k not in rope]
-        if missing:
-            raise ValueError(f"rope_type llama3 needs {', '.join(missing)}")
-        # turns made within the original context: few turns -> stretched by `factor`, many -> untouched, linear between
-        turns = rope["original_max_position_embeddings"] * freq / (2 * math.pi)
-        lo, hi = rope["low_freq_factor"], rope["high_freq_factor"]
-        smooth = ((turns - lo) / (hi - lo)).clamp(0, 1)
-        return (1 - smooth) * freq / rope["factor"] + smooth * freq
-    raise ValueError(f"rope_type {rope['rope_type']!r} is not supported (default and llama3 are)")
+    if rope["rope_type"] != "llama3":
+        raise ValueError(
+            f"rope_type {rope['rope_type']!r} is not supported (default and llama3 are)")
+    need = ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
+    missing = [key for key in need if key not in rope]
+    if missing:
+        raise ValueError(f"rope_type llama3 needs {', '.join(missing)}")
+    # turns within the original context: few -> stretched by `factor`, many -> untouched
+    turns = rope["original_max_position_embeddings"] * freq / (2 * math.pi)
+    lo, hi = rope["low_freq_factor"], rope["high_freq_factor"]
+    smooth = ((turns - lo) / (hi - lo)).clamp(0, 1)
+    return (1 - smooth) * freq / rope["factor"] + smooth * freq
 
+
+# ---- the formulas between the matrix products ----
+
+def rms_norm(x, weight, eps):
+    """x (..., C), weight (C,) -> weight * x / sqrt(mean(x^2) + eps).
+
+    Normalised in fp32, cast, then scaled: the order the checkpoints were trained with."""
+    r = torch.rsqrt(widen(x).pow(2).mean(-1, keepdim=True) + eps)  # (..., 1)
+    return weight * (widen(x) * r).to(x.dtype)
+
+
+def rotate(q, k, cos, sin):
+    """RoPE: q (N, nh, hs), k (N, nkv, hs), cos and sin (N, hs/2) fp32 -> q, k rotated."""
+    if kernels(q):
+        return fused.rotate(q, k, cos, sin)  # without gradients in place
+    return rotate_one(q, cos, sin), rotate_one(k, cos, sin)
+
+
+def rotate_one(x, cos, sin):
+    """x (N, heads, hs): channel i pairs with i + hs/2, as checkpoints on the hub have it."""
+    a, b = widen(x).chunk(2, dim=-1)                                        # (N, heads, hs/2)
+    cos, sin = cos[:, None], sin[:, None]                                   # (N, 1, hs/2)
+    return torch.cat((a * cos - b * sin, b * cos + a * sin), dim=-1).to(x.dtype)
+
+
+def swiglu(x):
+    """x (N, 2 M), gate and up side by side -> silu(gate) * up (N, M)."""
+    if kernels(x):
+        return fused.swiglu(x)
+    gate, up = x.chunk(2, dim=-1)                                           # (N, M)
+    return F.silu(gate) * up
+
+
+# ---- layers ----
 
 class RMSNorm(nn.Module):
     def __init__(self, n, eps):
@@ -138,33 +224,34 @@ class RMSNorm(nn.Module):
         self.eps = eps
 
     def forward(self, x):
+        # with gradients on a CPU too: the same bits, and a backward pass that keeps less
+        if kernels(x) or torch.is_grad_enabled():
+            return fused.rms_norm(x, self.weight, self.eps)
         return rms_norm(x, self.weight, self.eps)
 
 
-def add_linear(x, y, linear):
-    """x + linear(y), (N, C): the product adds to the residual stream as it is written; in place where no gradient is recorded."""
-    x = x if linear.bias is None else x + linear.bias
-    return (torch.addmm if torch.is_grad_enabled() else torch.Tensor.addmm_)(x, y, linear.weight.t())
-
-
 class Attention(nn.Module):
-    def __init__(self, c, layer):
+    """The projections around attention; attention itself is the caller's (see Block)."""
+
+    def __init__(self, c):
         super().__init__()
-        self.c, self.layer = c, layer
-        self.qkv_proj = nn.Linear(c.width, (c.n_head + 2 * c.n_kv_head) * c.head_size, bias=c.qkv_bias)
+        self.c = c
+        heads = c.n_head + 2 * c.n_kv_head
+        self.qkv_proj = nn.Linear(c.width, heads * c.head_size, bias=c.qkv_bias)
         self.o_proj = nn.Linear(c.n_head * c.head_size, c.width, bias=c.o_bias)
         if c.qk_norm:
-            self.q_norm, self.k_norm = RMSNorm(c.head_size, c.eps), RMSNorm(c.head_size, c.eps)
+            self.q_norm = RMSNorm(c.head_size, c.eps)
+            self.k_norm = RMSNorm(c.head_size, c.eps)
 
-    def forward(self, x, norm, cos, sin, attend):
-        c, N = self.c, len(x)
-        qkv = self.qkv_proj(norm(x)).view(N, -1, c.head_size)                                # (N, nh + 2 nkv, hs)
-        q, k, v = qkv.split([c.n_head, c.n_kv_head, c.n_kv_head], dim=1)                     # (N, nh or nkv, hs)
+    def forward(self, x, cos, sin):
+        """x (N, C) -> q (N, nh, hs), k (N, nkv, hs), both rotated, v (N, nkv, hs)."""
+        c = self.c
+        qkv = self.qkv_proj(x).view(len(x), -1, c.head_size)                # (N, nh + 2 nkv, hs)
+        q, k, v = qkv.split([c.n_head, c.n_kv_head, c.n_kv_head], dim=1)    # (N, nh or nkv, hs)
         if c.qk_norm:  # per head and before the rotation
             q, k = self.q_norm(q), self.k_norm(k)
         q, k = rotate(q, k, cos, sin)
-        y = attend(self.layer, q, k, v)                                                      # (N, nh, hs)
-        return add_linear(x, y.reshape(N, -1), self.o_proj)
+        return q, k, v
 
 
 class MLP(nn.Module):
@@ -173,35 +260,68 @@ class MLP(nn.Module):
         self.gate_up_proj = nn.Linear(c.width, 2 * c.mlp_width, bias=c.mlp_bias)
         self.down_proj = nn.Linear(c.mlp_width, c.width, bias=c.mlp_bias)
 
-    def forward(self, x, norm):
-        return add_linear(x, swiglu(self.gate_up_proj(norm(x))), self.down_proj)
+    def forward(self, x):
+        """x (N, C) -> (N, M), which down_proj takes back to the width (see Block)."""
+        return swiglu(self.gate_up_proj(x))
 
 
 class Block(nn.Module):
+    """x = x + attention(norm(x)), then x = x + mlp(norm(x))."""
+
     def __init__(self, c, layer):
         super().__init__()
+        self.layer = layer
         self.input_layernorm = RMSNorm(c.width, c.eps)
-        self.self_attn = Attention(c, layer)
+        self.self_attn = Attention(c)
         self.post_attention_layernorm = RMSNorm(c.width, c.eps)
         self.mlp = MLP(c)
 
     def forward(self, x, cos, sin, attend, slices=True):
-        """x (N, C) -> (N, C). slices: long inputs pass the MLP, whose inner width is the largest around, a slice at a time."""
-        x, norm = self.self_attn(x, self.input_layernorm, cos, sin, attend), self.post_attention_layernorm
-        size = MLP_ROWS * (8 if torch.is_grad_enabled() else 1)
-        if not slices or len(x) <= size:
-            return self.mlp(x, norm)
-        if torch.is_grad_enabled():
-            return torch.cat([checkpoint(self.mlp, rows, norm, **CHECKPOINT) for rows in x.split(size)])
-        for rows in x.split(size):
-            rows.copy_(self.mlp(rows, norm))  # in place; nothing to copy where the product already was
-        return x
+        """x (N, C) -> (N, C). slices: long inputs pass the MLP a slice at a time."""
+        q, k, v = self.self_attn(self.input_layernorm(x), cos, sin)         # (N, nh or nkv, hs)
+        y = attend(self.layer, q, k, v).flatten(1)                          # (N, nh * hs)
+        x = add_product(x, y, self.self_attn.o_proj)                        # x + o_proj(y)
+        del q, k, v, y  # those of a long prompt are large
+        if slices:
+            return in_slices(self.add_mlp, x)
+        return self.add_mlp(x)
+
+    def add_mlp(self, x):
+        y = self.mlp(self.post_attention_layernorm(x))                      # (N, M)
+        return add_product(x, y, self.mlp.down_proj)                        # x + down_proj(y)
+
+
+def add_product(x, y, linear):
+    """x + linear(y), (N, C): the product adds to the residual stream as it is written, and where no
+    gradient is recorded it writes into x itself."""
+    if linear.bias is not None:
+        x = x + linear.bias
+    if torch.is_grad_enabled():
+        return torch.addmm(x, y, linear.weight.t())
+    return x.addmm_(y, linear.weight.t())
+
+
+def in_slices(f, x):
+    """f(x) for an f that treats rows x (N, C) -> (N, C) alone, MLP_ROWS rows at a time: the inner
+    width of an MLP is the largest around. Without gradients the result goes into x.
+
+    With gradients a slice is computed once more in the backward pass; slices are then 8 times as
+    long, for fewer launches."""
+    if torch.is_grad_enabled():
+        if len(x) <= 8 * MLP_ROWS:
+            return f(x)
+        return torch.cat([checkpoint(f, rows, **CHECKPOINT) for rows in x.split(8 * MLP_ROWS)])
+    if len(x) <= MLP_ROWS:
+        return f(x)
+    for rows in x.split(MLP_ROWS):
+        rows.copy_(f(rows))  # nothing to copy where add_product wrote into rows already
+    return x
 
 
 class Transformer(nn.Module):
-    """`model(ids (N,), pos (N,), attend)` -> hidden states (N, C), normalised, ready for `model.logits`.
+    """`model(ids (N,), pos (N,), attend)` -> hidden states (N, C), normalised, for `model.logits`.
 
-    ids, pos: int64 on the model's device; pos are true positions (RoPE), whatever row a token sits in.
+    ids, pos: int64 on the model's device; pos are true positions (RoPE), whatever the rows are.
     attend(layer, q (N, nh, hs), k (N, nkv, hs), v (N, nkv, hs)) -> (N, nh, hs)."""
 
     def __init__(self, config):
@@ -212,55 +332,65 @@ class Transformer(nn.Module):
         self.norm = RMSNorm(c.width, c.eps)
         if not c.tied:
             self.lm_head = nn.Linear(c.width, c.vocab_size, bias=False)
-        # embedding tables are padded past the tokenizer (Qwen2.5: 151,936 rows, 151,665 tokens): whoever knows the tokenizer
-        # lowers this, and the padding leaves the support of sampler and learner alike
+        # embedding tables are padded past the tokenizer (Qwen2.5: 151,936 rows, 151,665 tokens):
+        # whoever knows the tokenizer lowers this, and sampler and learner alike leave the rest out
         self.vocab_used = c.vocab_size
         self.rope_freq = rope_frequencies(c)  # (hs/2,) fp32
 
-    def _apply(self, fn, *args, **kwargs):  # .to(), .bfloat16(): move the RoPE table, never round it
+    def _apply(self, fn, *args, **kwargs):
+        # .to(), .bfloat16(): move the RoPE table, never round it
         super()._apply(fn, *args, **kwargs)
         self.rope_freq = rope_frequencies(self.config).to(self.norm.weight.device)
         return self
 
     def forward(self, ids, pos, attend, checkpointing=False):
-        """checkpointing: keep one hidden state a layer for the backward pass and compute the rest again: less memory, a fifth
-        more time (measured on an H100 at 1.5B parameters)."""
-        with torch.cuda.device_of(ids):  # Triton launches on the current card, which need not be the model's
+        """checkpointing: keep one hidden state a layer for the backward pass and compute the rest
+        again: less memory, a fifth more time (measured on an H100 at 1.5B parameters)."""
+        with torch.cuda.device_of(ids):  # Triton launches on the current card, which may be another
             return self.run_layers(ids, pos, attend, checkpointing)
 
     def run_layers(self, ids, pos, attend, checkpointing):
-        x = self.embed_tokens(ids)                                                           # (N, C)
-        angle = pos.to(torch.promote_types(x.dtype, torch.float32))[:, None] * self.rope_freq  # (N, hs/2)
+        x = self.embed_tokens(ids)                                          # (N, C)
+        at = pos.to(torch.promote_types(x.dtype, torch.float32))            # (N,)
+        angle = at[:, None] * self.rope_freq                                # (N, hs/2)
         cos, sin = angle.cos(), angle.sin()
         del angle  # a long prompt's is not small
         for layer in self.layers:
             if checkpointing and torch.is_grad_enabled():
                 x = checkpoint(layer, x, cos, sin, attend, **CHECKPOINT)
             else:
+                # slices would save nothing where the backward pass needs all they computed
                 x = layer(x, cos, sin, attend, slices=not torch.is_grad_enabled())
         return self.norm(x)
 
     def tensors(self):
-        """{name in the checkpoint, without the leading "model.": tensor}; parts of the joined matrices are slices of them."""
-        c, out = self.config, {}
-        heads = [n * c.head_size for n in (c.n_head, c.n_kv_head, c.n_kv_head)]
+        """{name in the checkpoint, without the leading "model.": tensor}, detached; parts of the
+        joined matrices are slices of them."""
+        c = self.config
+        out = {}
         for name, p in self.named_parameters():
-            for joined, parts, sizes in (("qkv_proj", ("q_proj", "k_proj", "v_proj"), heads),
-                                         ("gate_up_proj", ("gate_proj", "up_proj"), [c.mlp_width] * 2)):
-                if joined in name:
-                    out.update({name.replace(joined, part): x for part, x in zip(parts, p.detach().split(sizes))})
-                    break
+            if "qkv_proj" in name:
+                joined, names = "qkv_proj", ("q_proj", "k_proj", "v_proj")
+                sizes = [n * c.head_size for n in (c.n_head, c.n_kv_head, c.n_kv_head)]
+            elif "gate_up_proj" in name:
+                joined, names = "gate_up_proj", ("gate_proj", "up_proj")
+                sizes = [c.mlp_width, c.mlp_width]
             else:
                 out[name] = p.detach()
+                continue
+            for part, x in zip(names, p.detach().split(sizes)):
+                out[name.replace(joined, part)] = x
         return out
 
     @property
     def head(self):
         """The output matrix (vocab_used, C)."""
-        return (self.embed_tokens if self.config.tied else self.lm_head).weight[:self.vocab_used]
+        layer = self.embed_tokens if self.config.tied else self.lm_head
+        return layer.weight[:self.vocab_used]
 
     def logits(self, hidden):
-        """hidden (n, C) -> fp32 logits (n, vocab_used). Callers pass few rows at a time: n x V is the largest tensor around."""
+        """hidden (n, C) -> fp32 logits (n, vocab_used). Few rows at a time: n x V is the largest
+        tensor around. The learner, which has many, calls fast.head.head_rows."""
         return Head.apply(hidden, self.head)
 
     @property
@@ -273,66 +403,48 @@ class Transformer(nn.Module):
 
     @classmethod
     def from_pretrained(cls, path, device="cpu", dtype=torch.float32):
-        """Load a Hugging Face checkpoint from a folder or, if there is no such folder, from the hub under that name.
+        """Load a Hugging Face checkpoint from a folder or, if there is no such folder, from the hub
+        under that name.
 
-        Raises ValueError or FileNotFoundError, naming the culprit, for an unknown architecture or rope_type, a missing or
-        truncated file, and any tensor that is missing, unused or of the wrong shape."""
+        Raises ValueError or FileNotFoundError, naming the culprit, for an unknown architecture or
+        rope_type, a missing or truncated file, and any tensor that is missing, unused or of the
+        wrong shape."""
         path = find_checkpoint(path)
-        file = os.path.join(path, "config.json")
-        try:
-            with open(file, encoding="utf-8") as f:
-                raw = json.load(f)
-        except ValueError as e:
-            raise ValueError(f"{file} is not valid JSON: {e}") from None
-        try:
-            config = Config.from_dict(raw)
-        except (ValueError, TypeError, AttributeError, ArithmeticError) as e:  # whatever types may stand in a JSON file
-            raise ValueError(f"{file}: {' '.join(str(e).split())}") from None
-        if torch.device(device).type == "cuda" and config.head_size > 128:
-            raise ValueError(f"{file}: the Triton kernels take head sizes up to 128, the model has {config.head_size}")
-        with torch.device("meta"):  # no memory, no uninitialised weights: every tensor must come from the checkpoint
+        config = read_config(os.path.join(path, "config.json"), device)
+        with torch.device("meta"):  # no memory, no initial weights: all come from the checkpoint
             model = cls(config)
-        tensors = {}
-        for k, t in read_safetensors(path):
-            k = k.removeprefix("model.")
-            if k in tensors or not t.is_floating_point():
-                raise ValueError(f"{path}: tensor {k} " + ("is there twice" if k in tensors else f"has dtype {t.dtype}"))
-            tensors[k] = t  # a view of the file, read when it is copied
-        if model.config.tied:
-            tensors.pop("lm_head.weight", None)  # the config wins when a tied checkpoint carries both
-        tensors = {k: t for k, t in tensors.items() if not k.endswith("rotary_emb.inv_freq")}  # old exports store a table
-        want = model.tensors()
-        for what, names in (("lacks", want.keys() - tensors.keys()), ("has unused", tensors.keys() - want.keys())):
-            if names:
-                raise ValueError(f"{path} {what} {len(names)} tensor(s), e.g. {min(names)}")
-        for k, t in want.items():
-            if tensors[k].shape != t.shape:
-                raise ValueError(f"{path}: {k} has shape {tuple(tensors[k].shape)}, config.json implies {tuple(t.shape)}")
+        tensors = read_tensors(path, model)
         model = model.to(dtype).to_empty(device=device)
-        for k, t in model.tensors().items():  # all of them, as was just checked
-            t.copy_(tensors[k])
-        model.rope_freq = rope_frequencies(model.config).to(model.device)
+        for name, t in model.tensors().items():  # all of them, as read_tensors has checked
+            t.copy_(tensors[name])
+        model.rope_freq = rope_frequencies(config).to(model.device)
         return model
 
     def save_pretrained(self, path):
-        """Write config.json and model.safetensors into folder `path`; transformers' AutoModelForCausalLM reads it. The file
-        appears whole or not at all. Raises OSError."""
+        """Write config.json and model.safetensors into folder `path`, as transformers'
+        AutoModelForCausalLM reads them. The weights appear whole or not at all. Raises OSError."""
         from safetensors import SafetensorError
         from safetensors.torch import save_file
         os.makedirs(path, exist_ok=True)
-        full = lambda k: k if k.startswith("lm_head.") else "model." + k
-        tensors = {full(k): t.to("cpu", copy=True) for k, t in self.tensors().items()}
+        tensors = {}
+        for name, t in self.tensors().items():
+            if not name.startswith("lm_head."):
+                name = "model." + name
+            tensors[name] = t.to("cpu", copy=True)
         file = os.path.join(path, "model.safetensors")
         try:
             save_file(tensors, file + ".tmp", metadata={"format": "pt"})
             os.replace(file + ".tmp", file)
         except SafetensorError as e:
             raise OSError(f"could not write {file}: {e}") from None
-        name = str(self.dtype).removeprefix("torch.")
         raw = {k: v for k, v in self.config.raw.items() if k not in ("dtype", "torch_dtype")}
+        # transformers 5 renamed torch_dtype; both readers find theirs
+        raw["torch_dtype"] = raw["dtype"] = str(self.dtype).removeprefix("torch.")
         with open(os.path.join(path, "config.json"), "w", encoding="utf-8") as f:
-            json.dump({**raw, "torch_dtype": name, "dtype": name}, f, indent=2)  # the key moved; both readers find theirs
+            json.dump(raw, f, indent=2)
 
+
+# ---- files of a checkpoint ----
 
 def find_checkpoint(path):
     """A local folder as it is; otherwise download the hub repository of that name. -> folder"""
@@ -345,20 +457,62 @@ def find_checkpoint(path):
         return snapshot_download(path, allow_patterns=["*.json", "*.safetensors", "*.jinja"])
     except Exception as e:
         reason = (str(e).strip().splitlines() or [type(e).__name__])[0]
-        raise FileNotFoundError(f"{path!r} is neither a local folder nor could it be downloaded from the hub: {reason}") from None
+        raise FileNotFoundError(f"{path!r} is neither a local folder nor could it be downloaded "
+                                f"from the hub: {reason}") from None
+
+
+def read_config(file, device):
+    """config.json -> Config for that device. Raises ValueError, which names the file."""
+    try:
+        with open(file, encoding="utf-8") as f:
+            raw = json.load(f)
+    except ValueError as e:
+        raise ValueError(f"{file} is not valid JSON: {e}") from None
+    try:
+        config = Config.from_dict(raw)
+    # whatever types may stand in a JSON file
+    except (ValueError, TypeError, AttributeError, ArithmeticError) as e:
+        raise ValueError(f"{file}: {' '.join(str(e).split())}") from None
+    if torch.device(device).type == "cuda" and config.head_size > 128:
+        raise ValueError(f"{file}: the Triton kernels take head sizes up to 128, "
+                         f"the model has {config.head_size}")
+    return config
+
+
+def read_tensors(path, model):
+    """{name as in model.tensors(): tensor}, views of the files in folder `path`, read when copied.
+
+    Raises ValueError unless they are the model's, by name and shape."""
+    tensors = {}
+    for name, t in read_safetensors(path):
+        name = name.removeprefix("model.")
+        if name in tensors:
+            raise ValueError(f"{path}: tensor {name} is there twice")
+        if not t.is_floating_point():
+            raise ValueError(f"{path}: tensor {name} has dtype {t.dtype}")
+        tensors[name] = t
+    if model.config.tied:
+        tensors.pop("lm_head.weight", None)  # the config wins when a tied checkpoint carries both
+    # old exports store RoPE's table
+    tensors = {k: t for k, t in tensors.items() if not k.endswith("rotary_emb.inv_freq")}
+    want = model.tensors()
+    missing, unused = want.keys() - tensors.keys(), tensors.keys() - want.keys()
+    if missing:
+        raise ValueError(f"{path} lacks {len(missing)} tensor(s), e.g. {min(missing)}")
+    if unused:
+        raise ValueError(f"{path} has unused {len(unused)} tensor(s), e.g. {min(unused)}")
+    for name, t in want.items():
+        if tensors[name].shape != t.shape:
+            raise ValueError(f"{path}: {name} has shape {tuple(tensors[name].shape)}, "
+                             f"config.json implies {tuple(t.shape)}")
+    return tensors
 
 
 def read_safetensors(path):
-    """Yield (name, tensor) from model.safetensors or, without it, from the shards that the index lists; no stray file is read."""
+    """Yield (name, tensor) from model.safetensors or, without it, from the shards that the index
+    lists; no stray file is read."""
     from safetensors import SafetensorError, safe_open
-    index, weight_map = os.path.join(path, "model.safetensors.index.json"), None
-    # in this order, as in transformers: a checkpoint saved over a sharded one leaves the old index behind
-    if os.path.exists(index) and not os.path.exists(os.path.join(path, "model.safetensors")):
-        with open(index, encoding="utf-8") as f:
-            try:
-                weight_map = json.load(f)["weight_map"]
-            except (ValueError, KeyError) as e:
-                raise ValueError(f"{index} is not a valid index of shards: {e!r}") from None
+    weight_map = read_index(path)
     files = sorted(set(weight_map.values())) if weight_map else ["model.safetensors"]
     for name in files:
         file = os.path.join(path, name)
@@ -372,3 +526,16 @@ def read_safetensors(path):
                         yield key, f.get_tensor(key)
         except SafetensorError as e:
             raise ValueError(f"{file} is truncated or not a safetensors file: {e}") from None
+
+
+def read_index(path):
+    """{tensor: shard} of a checkpoint in shards, None of one in a single file."""
+    index = os.path.join(path, "model.safetensors.index.json")
+    # as in transformers: a checkpoint saved over a sharded one leaves the old index behind
+    if os.path.exists(os.path.join(path, "model.safetensors")) or not os.path.exists(index):
+        return None
+    with open(index, encoding="utf-8") as f:
+        try:
+            return json.load(f)["weight_map"]
+        except (ValueError, KeyError) as e:
+            raise ValueError(f"{index} is not a valid index of shards: {e!r}") from None

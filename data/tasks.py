@@ -343,6 +343,37 @@ TASKS = {
 }
 
 
+class Problems:
+    """Problems of a task and their prompts as token ids, by index. A file is checked at the start.
+
+    task: a name in TASKS or a .jsonl file. tok: Tokenizer. tokens: longest prompt. n_eval: held-out
+    problems wanted; a file may have fewer. Raises ValueError, naming the problem, for a prompt that
+    is empty or too long."""
+
+    def __init__(self, task, tok, seed, tokens, n_eval):
+        self.task, self.seed, self.tokens, self.encode = task, seed, tokens, prompt_encoder(tok)
+        self.file, self.n_eval = None, n_eval
+        if task not in TASKS:
+            self.file = read_problems(task)
+            self.n_eval = min(n_eval, -(-len(self.file) // HOLD_OUT))
+        some = [self.one(split, 0) for split in ("eval", "train")]
+        for i, p in enumerate(self.file or some):
+            n = len(self.encode(p.text))
+            if not 0 < n <= tokens:
+                raise ValueError(f"problem {i + 1} of {task} has {n} tokens, prompt_tokens is "
+                                 f"{tokens}")
+
+    def get(self, split, indices):
+        """-> problems number `indices` of a split, "train" or "eval"; their prompts"""
+        out = [self.one(split, i) for i in indices]
+        return out, [self.encode(p.text) for p in out]
+
+    def one(self, split, i):
+        if self.file is None:
+            return problem(self.task, split, self.seed, i, tokens=self.tokens, encode=self.encode)
+        return file_problem(self.file, split, self.seed, i)
+
+
 if __name__ == "__main__":
     for name in TASKS:  # a stand-in for a tokenizer: one token per word
         p = problem(name, "train", 0, 0, tokens=100, encode=str.split)

@@ -1,34 +1,83 @@
 """
-The output matrix.
+The output matrix: logits, and what is read off them, without holding (rows, vocabulary) at once.
+
+The idea. Of a row of logits the learner needs a few numbers: the log-prob of one token under each
+policy and perhaps the KL between two. `score` computes them from logits; `head_rows` does so from
+hidden states, some rows at a time, and computes each chunk's logits again in the backward pass.
+
+Left out: sharding the vocabulary over cards, fusing product and softmax into one kernel.
 """
 import torch
 from torch.autograd.function import once_differentiable
 
 from fast.launch import widen
 
-LOGIT_BYTES = 256 * 2**20  # fp32 logits of one chunk, all policies together; five tensors of this size live at once (measured 5.3)
+# bytes of fp32 logits in one chunk, all policies together; about five tensors of this size live at
+# once in the backward pass (5.3 measured)
+LOGIT_BYTES = 256 * 2**20
 
+
+# ---- products ----
 
 def matmul32(a, b):
-    """a (..., n, c) @ b (..., c, m) -> fp32 (fp64 of fp64), without rounding the product to bf16 on the way.
+    """a (..., n, c) @ b (..., c, m) -> (..., n, m) fp32 (fp64 of fp64); also under torch.vmap.
 
-    bf16 inputs keep their fp32 accumulator where the device offers that (CUDA), and are upcast elsewhere. Log-probs in
-    the tail move by 0.1 nat if the head's output is rounded, and sampler and learner round differently. Not differentiable
-    on CUDA bf16: `Transformer.logits` wraps it."""
-    if a.is_cuda and a.dtype in (torch.bfloat16, torch.float16):
-        if a.dim() == 2:
-            return torch.mm(a, b, out_dtype=torch.float32)
-        out = torch.bmm(a.flatten(0, -3), b.flatten(0, -3), out_dtype=torch.float32)
-        return out.view(*a.shape[:-1], b.shape[-1])
-    return widen(a) @ widen(b)
+    bf16 inputs keep the product's fp32 accumulator where the device offers it (CUDA) and are upcast
+    elsewhere: log-probs in the tail move by 0.1 nat if logits are rounded, and sampler and learner
+    round differently. Not differentiable under vmap, nor for bf16 on CUDA (see Head)."""
+    if torch._C._functorch.is_batchedtensor(a) or torch._C._functorch.is_batchedtensor(b):
+        return BatchedMatmul32.apply(a, b)
+    if not keeps_accumulator(a):
+        return widen(a) @ widen(b)
+    if a.dim() == 2:
+        return torch.mm(a, b, out_dtype=torch.float32)
+    out = torch.bmm(a.flatten(0, -3), b.flatten(0, -3), out_dtype=torch.float32)
+    return out.view(*a.shape[:-1], b.shape[-1])
+
+
+def keeps_accumulator(x):
+    """Whether torch.mm, bmm and addmm take out_dtype=torch.float32 for x."""
+    return x.is_cuda and x.dtype in (torch.bfloat16, torch.float16)
+
+
+class BatchedMatmul32(torch.autograd.Function):
+    """matmul32 under torch.vmap, for which torch.bmm with out_dtype has no rule of its own."""
+
+    @staticmethod
+    def forward(a, b):
+        return matmul32(a, b)
+
+    @staticmethod
+    def setup_context(ctx, inputs, output):
+        pass
+
+    @staticmethod
+    def vmap(info, in_dims, a, b):
+        """in_dims: where the batch dimension is, which moves to the front; None if all share it."""
+        batched = []
+        for x, dim in zip((a, b), in_dims):
+            if dim is None:
+                batched.append(x.expand(info.batch_size, *x.shape))
+            else:
+                batched.append(x.movedim(dim, 0))
+        return matmul32(*batched), 0  # once more a batched product if another vmap is outside
+
+
+def add_matmul32(total, a, b):
+    """total (n, m) fp32 += a (n, c) @ b (c, m), which is rounded to fp32 only."""
+    if keeps_accumulator(a):  # within the product, for total may be a gigabyte
+        torch.addmm(total, a, b, out_dtype=torch.float32, out=total)
+    else:
+        total += matmul32(a, b)
 
 
 class Head(torch.autograd.Function):
-    """hidden (n, C), weight (V, C) -> fp32 logits (n, V); gradients in the inputs' dtype."""
+    """hidden (n, C), weight (V, C) -> fp32 logits (n, V), for few rows; gradients as the inputs."""
+
     @staticmethod
     def forward(ctx, hidden, weight):
         ctx.save_for_backward(hidden, weight)
-        return matmul32(hidden, weight.t())
+        return matmul32(hidden, weight.t())  # (n, V)
 
     @staticmethod
     def backward(ctx, grad):
@@ -37,64 +86,103 @@ class Head(torch.autograd.Function):
         return grad @ weight, grad.t() @ hidden
 
 
+# ---- what is read off log-probs over the whole vocabulary, (n, V) -> (n,) ----
+
+def log_probs(logits, temperature=1.0):
+    """Log-probs (n, V) of logits (n, V); no copy is made where the temperature is 1."""
+    if temperature != 1:
+        logits = logits / temperature
+    return logits.log_softmax(-1)
+
+
 def kl_rows(student_logp, teacher_logp):
-    """KL(student || teacher) of each row, (n,), from log-probs (n, V) over the whole vocabulary."""
+    """KL(student || teacher) of each row."""
     return (student_logp.exp() * (student_logp - teacher_logp)).sum(-1)
 
 
-def add_product(total, a, b):
-    """total (n, m) fp32 += a (n, c) @ b (c, m), rounded to fp32 only; on CUDA within the product, as total may be a gigabyte."""
-    if a.is_cuda and a.dtype in (torch.bfloat16, torch.float16):
-        torch.addmm(total, a, b, out_dtype=torch.float32, out=total)
-    else:
-        total += matmul32(a, b)
+def entropy_rows(logp):
+    """Entropy of each row, in nats."""
+    return -(logp.exp() * logp).sum(-1)
+
+
+def acceptance_rows(logp_a, logp_b):
+    """Sum of min(p_a, p_b): how often speculative decoding would accept one policy's token for the
+    other's (2606.08446)."""
+    return torch.minimum(logp_a, logp_b).exp().sum(-1)
+
+
+def score(logits, targets, temperature=1.0, student=None, stats=False):
+    """What `head_rows` returns, from logits: a list of (n, V), one per policy."""
+    logp = [log_probs(x, temperature) for x in logits]  # (n, V) each
+    out = {"logp": torch.stack([x.gather(-1, targets[:, None])[:, 0] for x in logp])}
+    if student is not None:
+        out["kl"] = kl_rows(logp[student], logp[1 - student].detach())
+    if stats:
+        out["entropy"] = entropy_rows(logp[-1])
+    if stats and len(logp) == 2:
+        out["accept"] = acceptance_rows(*logp)
+    return out
+
+
+# ---- the same in chunks of rows ----
+
+def head_rows(weight, hidden, targets, temperature=1.0, student=None, stats=False):
+    """Score rows under one or two policies that share an output matrix; (n, V) never exists.
+
+    weight (V, C); hidden: a list of (n, C), one per policy; targets (n,) int64 -> dict of fp32:
+        "logp"     (policies, n): log-probs of targets at the temperature, differentiable
+        "kl"       (n,): with student, an index into hidden: KL(student || other policy, detached)
+        "entropy"  (n,): with stats: of the last policy, never differentiable
+        "accept"   (n,): with stats and two policies: see acceptance_rows; never differentiable"""
+    out = HeadRows.apply(weight, targets, temperature, student, stats, *hidden)
+    return {name: x for name, x in zip(HeadRows.NAMES, out) if x is not None}
+
+
+def chunks(weight, hidden):
+    """Slices of rows whose logits, of all policies, take LOGIT_BYTES together; at least one row."""
+    row_bytes = widen(weight[:0]).element_size() * len(weight) * len(hidden)
+    step = max(1, LOGIT_BYTES // row_bytes)
+    return [slice(i, i + step) for i in range(0, len(hidden[0]), step)]
 
 
 class HeadRows(torch.autograd.Function):
-    """fn([hidden_i @ weight.T (n, V)], targets (n,)) -> (k, n), for any n without ever holding (n, V).
+    """`score` of a chunk at a time, without a graph; the backward pass scores it again, with one.
 
-    Rows are processed in chunks of LOGIT_BYTES of logits, without a graph in the forward pass; the backward pass runs fn on
-    each chunk again, with one. weight (V, C), hidden_i (n, C). The weight's gradient is summed over chunks in fp32 and cast
-    once: a bf16 sum would swallow the later chunks. If fn returns fewer rows with gradients enabled, the missing ones at
-    the end are taken as constants."""
-
-    @staticmethod
-    def chunks(weight, hidden):
-        step = max(1, LOGIT_BYTES // (widen(weight[:0]).element_size() * len(weight) * len(hidden)))
-        return [slice(i, i + step) for i in range(0, len(hidden[0]), step)]
+    The weight's gradient is summed over chunks in fp32 and cast once: a bf16 sum would swallow the
+    later chunks."""
+    NAMES = ("logp", "kl", "entropy", "accept")
 
     @staticmethod
-    def forward(ctx, fn, targets, weight, *hidden):
-        ctx.fn = fn
-        ctx.save_for_backward(targets, weight, *hidden)
-        return torch.cat([fn([matmul32(h[rows], weight.t()) for h in hidden], targets[rows])
-                          for rows in HeadRows.chunks(weight, hidden)], dim=1)
+    def forward(ctx, weight, targets, temperature, student, stats, *hidden):
+        ctx.temperature = temperature
+        ctx.student = student
+        ctx.save_for_backward(weight, targets, *hidden)
+        parts = []
+        for rows in chunks(weight, hidden):
+            parts.append(score(  # no name for the logits: they must be gone before the next chunk's
+                [matmul32(h[rows], weight.t()) for h in hidden], targets[rows],
+                temperature=temperature, student=student, stats=stats))
+        out = {name: torch.cat([part[name] for part in parts], dim=-1) for name in parts[0]}
+        ctx.mark_non_differentiable(*(out[name] for name in ("entropy", "accept") if name in out))
+        return tuple(out.get(name) for name in HeadRows.NAMES)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx, grad):
-        targets, weight, *hidden = ctx.saved_tensors
+    def backward(ctx, d_logp, d_kl, d_entropy, d_accept):
+        weight, targets, *hidden = ctx.saved_tensors
         d_hidden = [torch.empty_like(h) for h in hidden]
-        d_weight = torch.zeros_like(weight, dtype=grad.dtype)  # (V, C) fp32
-        for rows in HeadRows.chunks(weight, hidden):
-            logits = [matmul32(h[rows], weight.t()).requires_grad_() for h in hidden]  # (chunk, V) each
+        d_weight = torch.zeros_like(weight, dtype=d_logp.dtype)  # (V, C) fp32
+        for rows in chunks(weight, hidden):
+            logits = [matmul32(h[rows], weight.t()).requires_grad_() for h in hidden]  # (chunk, V)
             with torch.enable_grad():
-                out = ctx.fn(logits, targets[rows])
-            for h, d_h, d in zip(hidden, d_hidden, torch.autograd.grad(out, logits, grad[:len(out), rows])):
+                out = score(
+                    logits, targets[rows], temperature=ctx.temperature, student=ctx.student)
+            grads = [d_logp[:, rows]]
+            if ctx.student is not None:
+                grads.append(d_kl[rows])
+            d_logits = torch.autograd.grad(list(out.values()), logits, grads)
+            for h, d_h, d in zip(hidden, d_hidden, d_logits):
                 d = d.to(weight.dtype)  # (chunk, V)
                 d_h[rows] = d @ weight
-                add_product(d_weight, d.t(), h[rows])
-        return None, None, d_weight.to(weight.dtype), *d_hidden
-
-
-def score(logits, targets, temperature, student, stats):
-    """Rows that replay returns, (k, n), from logits (n, V) per policy: log-probs of targets (n,), KL(student || other), stats."""
-    logp = [(x if temperature == 1 else x / temperature).log_softmax(-1) for x in logits]
-    out = [x.gather(-1, targets[:, None])[:, 0] for x in logp]
-    if student is not None:
-        out.append(kl_rows(logp[student], logp[1 - student].detach()))
-    if stats and not torch.is_grad_enabled():  # numbers to print: the backward pass need not compute them again
-        out.append(-(logp[-1].exp() * logp[-1]).sum(-1))
-        if len(logp) == 2:
-            out.append(torch.minimum(*logp).exp().sum(-1))
-    return torch.stack(out)
+                add_matmul32(d_weight, d.t(), h[rows])
+        return d_weight.to(weight.dtype), None, None, None, None, *d_hidden

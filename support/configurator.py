@@ -84,3 +84,14 @@ def read_file(path):
             why = " ".join([type(e).__name__, *str(e).split()])
             raise ValueError(f"{path}{line}: {why}") from None
     return {key: value for key, value in scope.items() if not key.startswith("__")}
+
+
+def check_ranges(c, ranges):
+    """Raise ValueError for a setting of the namespace c outside its (lowest, highest); a highest of
+    None is no limit."""
+    for key, (low, high) in ranges.items():
+        value = getattr(c, key)
+        if high is None and value < low:
+            raise ValueError(f"{key} must be at least {low}, got {value}")
+        if high is not None and not low <= value <= high:
+            raise ValueError(f"{key} must be between {low} and {high}, got {value}")
