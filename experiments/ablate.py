@@ -46,7 +46,7 @@ LAST = 10  # steps over which noisy numbers are averaged
 OPTIONS = dict(seeds=3, jobs=1, threads=1, out="out-ablate", keep="", table=False)
 # what decides the rewards before training, the second line only where keys are evicted
 START = ("model", "task", "prompt_tokens", "max_new_tokens", "eval_problems", "evict")
-START_EVICT = ("budget", "window", "sinks", "pool", "response_budget", "period")
+START_EVICT = ("budget", "spread", "window", "sinks", "pool", "response_budget", "period")
 
 
 # the command line

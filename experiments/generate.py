@@ -13,12 +13,13 @@ Left out on purpose: conversations, streaming.
 """
 import argparse
 import os
+from statistics import fmean
 
 import torch
 
 from data.tasks import prompt_encoder
 from data.tokenizer import Tokenizer
-from kvcache import EVICT
+from kvcache import EVICT, SPREAD, Eviction
 from model import Transformer, find_checkpoint
 from rollout import generate
 
@@ -39,6 +40,8 @@ def arguments(argv=None):
     a.add_argument("--seed", default=0, type=int, help="of the sampling")
     a.add_argument("--evict", default="snapkv", choices=list(EVICT), help="eviction method")
     a.add_argument("--budget", default=256, type=int, help="prompt keys kept per layer and KV head")
+    a.add_argument("--spread", default="uniform", choices=list(SPREAD),
+                   help="of the budget over layers and KV heads")
     a.add_argument("--window", default=32, type=int, help="last tokens, whose attention votes")
     a.add_argument("--sinks", default=4, type=int, help="first tokens, which are always kept")
     a.add_argument("--pool", default=7, type=int, help="width of the votes' max-pooling, odd")
@@ -56,16 +59,18 @@ def main(argv=None):
         net = Transformer.from_pretrained(folder, device=a.device, dtype=dtype)
         net.vocab_used = min(len(tok), net.config.vocab_size)
         ids = prompt_encoder(tok)(a.prompt)
+        eviction = Eviction(method=a.evict, budget=a.budget, spread=a.spread, window=a.window,
+                            sinks=a.sinks, pool=a.pool, period=a.period,
+                            response_budget=a.response_budget or None)
         r = generate(net, [ids], a.group, a.max_new_tokens, temperature=a.temperature,
-                     evict=a.evict, budget=a.budget, window=a.window, sinks=a.sinks, pool=a.pool,
-                     response_budget=a.response_budget or None, period=a.period,
-                     stop_ids=tok.stop_ids, seed=a.seed)
+                     eviction=eviction, stop_ids=tok.stop_ids, seed=a.seed)
     except (ValueError, OSError) as e:
         raise SystemExit(f"error: {e}") from None
     for tokens, length in zip(r.tokens[0].tolist(), r.lengths[0].tolist()):
         print(tok.decode(tokens[:length]))
-    print(f"[{len(ids)} prompt tokens, {r.kept[0].shape[2]} kept per layer and KV head "
-          f"({a.evict}); KV bytes {r.kv['kept']:,}, dense {r.kv['dense']:,}]")
+    kept = fmean(len(head) for layer in r.kept[0] for head in layer)
+    print(f"[{len(ids)} prompt tokens, {kept:.5g} kept per layer and KV head ({a.evict}); "
+          f"KV bytes {r.kv['kept']:,}, dense {r.kv['dense']:,}]")
 
 
 if __name__ == "__main__":

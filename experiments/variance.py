@@ -63,11 +63,14 @@ from types import SimpleNamespace
 import torch
 
 import train
+from data.tasks import Problems
 from data.tokenizer import Tokenizer
 from grpo import correction, replay
+from kvcache import Eviction
 from model import Transformer, find_checkpoint
 from rollout import generate
 from support.configurator import configure
+from support.run import choose_device, one_line_errors, say, write_text
 
 OWN = dict(
     prompts=8,
@@ -93,14 +96,6 @@ def cut(rollout, n):
                    logp_roll=rollout.logp_roll[..., :n],
                    until=rollout.until[..., :n].clamp(max=n),
                    stopped=rollout.stopped & (rollout.lengths <= n))
-
-
-def one_sample(rollout, b, g):
-    """Sample g of prompt b as a rollout of its own."""
-    r, only = rollout.select([b]), slice(g, g + 1)
-    return replace(r, tokens=r.tokens[:, only], lengths=r.lengths[:, only],
-                   logp_roll=r.logp_roll[:, only], until=r.until[:, :, :, only],
-                   stopped=r.stopped[:, only])
 
 
 @torch.no_grad()
@@ -139,8 +134,8 @@ def gradients(model, rollout, weights, log_w, sign, params):
     total = {a: torch.zeros(size, device=model.device) for a in names}
     largest = log_w.max().item()  # seq's weights are summed over it
     for b, g in product(range(B), range(G)):
-        train.say(f"{rollout.tokens.shape[2]} tokens: gradient of sample {b * G + g + 1}/{B * G}")
-        one = one_sample(rollout, b, g)
+        say(f"{rollout.tokens.shape[2]} tokens: gradient of sample {b * G + g + 1}/{B * G}")
+        one = rollout.select([b], torch.tensor([[g]], device=rollout.tokens.device))
         for policy in ("dense", "shadow"):
             # sparse_rl drops whole responses: their gradient is 0
             arms = [a for a in weights if ARMS[a] == policy and weights[a][b, g].any()]
@@ -170,12 +165,12 @@ def log_weights(logp, other):
 def measure(model, ids, c, lengths):
     """Roll out once, score, differentiate. -> per-sample numbers by length, fp64: see
     summarise"""
-    train.say(f"sampling {c.prompts} x {c.group} responses of {lengths[-1]} tokens twice, "
-              "from mu and from pi")
-    request = dict(temperature=c.temperature, budget=c.budget, window=c.window, sinks=c.sinks,
-                   pool=c.pool)
-    mu = generate(model, ids, c.group, lengths[-1], evict=c.evict, seed=c.seed, **request)
-    pi = generate(model, ids, c.group, lengths[-1], evict="none", seed=c.seed + 1, **request)
+    say(f"sampling {c.prompts} x {c.group} responses of {lengths[-1]} tokens twice, "
+        "from mu and from pi")
+    mu = generate(model, ids, c.group, lengths[-1], temperature=c.temperature,
+                  eviction=train.eviction_of(c), seed=c.seed)
+    pi = generate(model, ids, c.group, lengths[-1], temperature=c.temperature,
+                  eviction=Eviction("none"), seed=c.seed + 1)
     pi.kept = mu.kept  # mu scores what pi drew
     at_mu, at_pi = score(model, mu), score(model, pi)
     log_w = log_weights(at_mu["dense"], mu.logp_roll)
@@ -201,7 +196,7 @@ def measure(model, ids, c, lengths):
             raw["log_g"][a].append(sq[a])
             raw["log_mean"][a].append(mean[a])
             raw["mean_weight"][a].append(weights[a].mean().item() if a in weights else None)
-    train.say("")
+    say("")
     return raw
 
 
@@ -522,7 +517,7 @@ def settings(argv):
     if c.response_budget:
         raise ValueError("response_budget: variances are measured without eviction of response "
                          "keys")
-    train.choose_device(c)
+    choose_device(c)
     return c, lengths
 
 
@@ -532,7 +527,8 @@ def run(c, lengths):
     tok = Tokenizer(folder)
     net = Transformer.from_pretrained(folder, device=c.device, dtype=getattr(torch, c.dtype))
     net.vocab_used = min(len(tok), net.config.vocab_size)
-    _, ids = train.Problems(c, tok).get("train", range(c.prompts))
+    problems = Problems(c.task, tok, seed=c.seed, tokens=c.prompt_tokens, n_eval=c.eval_problems)
+    _, ids = problems.get("train", range(c.prompts))
     longest = max(map(len, ids))
     room = net.config.max_pos - longest
     if lengths[-1] > room:
@@ -573,7 +569,7 @@ def read_measurement(file):
 
 
 def main(argv):
-    try:
+    with one_line_errors(ValueError, OSError):
         c, lengths = settings(argv)
         file = os.path.join(c.out, "variance.json")
         if c.figure:
@@ -581,12 +577,10 @@ def main(argv):
         else:
             os.makedirs(c.out, exist_ok=True)
             res = run(c, lengths)
-            train.write_text(file, json.dumps(res))
+            write_text(file, json.dumps(res))
         print("\n".join([*weight_table(res), *gradient_table(res), *slope_table(res)]))
         figure(res, os.path.join(c.out, "variance.png"))
         print(f"\nnumbers in {file}")
-    except (ValueError, OSError) as e:
-        sys.exit(f"error: {e}")
 
 
 if __name__ == "__main__":
