@@ -211,18 +211,23 @@ def generate(model, prompts, group, max_new_tokens, temperature=1.0, evict="snap
             cache.evict_responses(t)
     if not cache.finite:
         raise ValueError(f"eviction method {eviction.method!r} gave scores that are not finite")
+    return logged(cache, prompts, group, temperature=temperature, tokens=tokens, logps=logps,
+                  stop=stop)
 
+
+def logged(cache, prompts, group, temperature, tokens, logps, stop):
+    """Cut what was drawn, (S, R) each, after the first stop token, and add the cache's log."""
+    (S, R), grid = tokens.shape, (len(prompts), group)
     ends = (tokens[..., None] == stop).any(-1)                            # (S, R)
     lengths = torch.where(ends.any(1), ends.int().argmax(1) + 1, R)       # (S,) with the stop token
-    past = torch.arange(R, device=dev) >= lengths[:, None]                # (S, R)
-    grid = (len(prompts), group)
+    past = torch.arange(R, device=tokens.device) >= lengths[:, None]      # (S, R)
     return Rollout(
         prompts=prompts, temperature=temperature, kept=cache.kept_positions(),
-        tokens=tokens.masked_fill_(past, 0).view(*grid, R),
-        logp_roll=logps.masked_fill_(past, 0).view(*grid, R),
+        tokens=tokens.masked_fill(past, 0).view(*grid, R),
+        logp_roll=logps.masked_fill(past, 0).view(*grid, R),
         lengths=lengths.view(grid), stopped=ends.any(1).view(grid),
         until=cache.until.unflatten(1, grid).permute(0, 3, 1, 2, 4).contiguous(),
-        kv=kv_bytes(cache, sum(sizes), group, S * (R - 1)))
+        kv=kv_bytes(cache, sum(len(p) for p in prompts), group, S * (R - 1)))
 
 
 def kv_bytes(cache, prompt, group, own):

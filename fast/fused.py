@@ -140,7 +140,7 @@ def rotate(q, k, cos, sin):
     back."""
     if torch.is_grad_enabled():
         return Rotate.apply(q, k, cos, sin)
-    launch_rotate(q, k, q, k, cos, sin, back=False)
+    launch_rotate(q, k, q_out=q, k_out=k, cos=cos, sin=sin, back=False)
     return q, k
 
 
@@ -153,7 +153,7 @@ class Rotate(torch.autograd.Function):
         # not empty_like, which keeps the gaps between the rows of a view
         q_out = torch.empty(q.shape, device=q.device, dtype=q.dtype)
         k_out = torch.empty(k.shape, device=k.device, dtype=k.dtype)
-        launch_rotate(q, k, q_out, k_out, cos, sin, back=False)
+        launch_rotate(q, k, q_out=q_out, k_out=k_out, cos=cos, sin=sin, back=False)
         return q_out, k_out
 
     @staticmethod
@@ -162,7 +162,7 @@ class Rotate(torch.autograd.Function):
         cos, sin = ctx.saved_tensors
         dq, dk = dq.contiguous(), dk.contiguous()
         q_out, k_out = torch.empty_like(dq), torch.empty_like(dk)
-        launch_rotate(dq, dk, q_out, k_out, cos, sin, back=True)
+        launch_rotate(dq, dk, q_out=q_out, k_out=k_out, cos=cos, sin=sin, back=True)
         return q_out, k_out, None, None
 
 
