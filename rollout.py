@@ -174,7 +174,6 @@ def generate(model, prompts, group, max_new_tokens, temperature=1.0, evict="snap
     start = torch.tensor(sizes, device=dev).repeat_interleave(group)      # (S,) first position
     tokens = torch.zeros(S, R, dtype=torch.int64, device=dev)
     logps = torch.zeros(S, R, dtype=torch.float32, device=dev)
-    done = torch.zeros(S, dtype=torch.bool, device=dev)
     new = torch.zeros(S, dtype=torch.int64, device=dev)                   # tokens drawn last
 
     def draw(logits):
@@ -188,8 +187,6 @@ def generate(model, prompts, group, max_new_tokens, temperature=1.0, evict="snap
         tokens.index_copy_(1, t[None], token[:, None])
         logps.index_copy_(1, t[None], logp[:, None])
         new.copy_(token)
-        if len(stop):  # not isin: it may wait for the device, which a recording must not
-            done.logical_or_((token[:, None] == stop).any(1))
 
     def step():
         """Feed the tokens drawn last, then draw the next."""
@@ -200,10 +197,12 @@ def generate(model, prompts, group, max_new_tokens, temperature=1.0, evict="snap
     draw(prefill(model, cache, prompts, prefill_rows).repeat_interleave(group, 0))
     run = step
     for t in range(1, R):
-        # asking whether all are done stalls a card, so ask now and then; what is drawn in between
-        # is dropped below
-        if len(stop) and (dev.type == "cpu" or t % 8 == 0) and bool(done.all()):
-            break
+        # asking a card whether all have ended stalls it, so ask now and then; what is drawn in
+        # between is dropped below
+        if dev.type == "cpu" or t % 8 == 0:
+            ended = (tokens[:, :t, None] == stop).any(2).any(1)           # (S,)
+            if ended.all():
+                break
         if t == 2 and dev.type == "cuda":  # the step before compiled and warmed up all there is
             run = record(step, dev)
         run()
