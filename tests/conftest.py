@@ -16,6 +16,10 @@ from model import Config, Transformer
 from rollout import Rollout
 from support.run import HELD
 
+# one thread is faster for models this small, here and in the processes that tests start
+torch.set_num_threads(1)
+os.environ["OMP_NUM_THREADS"] = "1"
+
 ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 RAW = dict(
     model_type="qwen3", hidden_size=64, intermediate_size=96, num_hidden_layers=3,
@@ -23,8 +27,8 @@ RAW = dict(
     max_position_embeddings=512, rms_norm_eps=1e-6, rope_theta=1e4, tie_word_embeddings=True)
 SMALL = dict(budget=24, window=8, sinks=2)
 STOP = (3, 7, 9)
-FAST = ["--prompts=4", "--group=4", "--eval_problems=8", "--steps=4", "--eval_every=2",
-        "--save_every=2", "--device=cpu"]  # a run of train.py that takes seconds
+FAST = ["--prompts=4", "--group=4", "--prompt_tokens=96", "--eval_problems=4", "--steps=4",
+        "--eval_every=2", "--save_every=2", "--device=cpu"]  # a run of a few seconds
 
 
 # models and prompts
@@ -221,7 +225,7 @@ def pass_in_interpreter():
     def run(file, select):
         command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider",
                    os.path.abspath(file), "-k", select]
-        env = {**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
+        env = {**os.environ, "TRITON_INTERPRET": "1"}
         result = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True)
         assert result.returncode == 0, result.stdout + result.stderr
         assert "passed" in result.stdout and "skipped" not in result.stdout, result.stdout
