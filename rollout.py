@@ -200,22 +200,22 @@ def generate(model, prompts, group, max_new_tokens, temperature=1.0, evict="snap
         # asking a card whether all have ended stalls it, so ask now and then; what is drawn in
         # between is dropped below
         if dev.type == "cpu" or t % 8 == 0:
-            ended = (tokens[:, :t, None] == stop).any(2).any(1)           # (S,)
-            if ended.all():
+            if (tokens[:, :t, None] == stop).any(2).any(1).all():
                 break
         if t == 2 and dev.type == "cuda":  # the step before compiled and warmed up all there is
             run = record(step, dev)
         run()
         if t < R - 1:  # nothing is sampled after step R - 1
             cache.evict_responses(t)
-    if not cache.finite:
-        raise ValueError(f"eviction method {eviction.method!r} gave scores that are not finite")
     return logged(cache, prompts, group, temperature=temperature, tokens=tokens, logps=logps,
                   stop=stop)
 
 
 def logged(cache, prompts, group, temperature, tokens, logps, stop):
     """Cut what was drawn, (S, R) each, after the first stop token, and add the cache's log."""
+    if not cache.finite:
+        method = cache.eviction.method
+        raise ValueError(f"eviction method {method!r} gave scores that are not finite")
     (S, R), grid = tokens.shape, (len(prompts), group)
     ends = (tokens[..., None] == stop).any(-1)                            # (S, R)
     lengths = torch.where(ends.any(1), ends.int().argmax(1) + 1, R)       # (S,) with the stop token
