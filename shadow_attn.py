@@ -49,29 +49,29 @@ def definition(q, k, v, until, scale=None):
     return torch.einsum("hij,jhc->ihc", p, v)                              # (N, nh, hs)
 
 
-# The picture: one KV head's keys, sorted by `until`, of one packed group: a prompt of 8 rows, of
-# which 4 keys are evicted after prefill, and 2 responses of 4 rows, each in a dense copy and in a
-# shadow copy. Here a tile is 4 x 4.
+# The picture: one KV head's keys, sorted by `until`, of one packed group: a prompt of 8
+# rows, of which 4 keys are evicted after prefill, and 2 responses of 4 rows, each in a
+# dense copy and in a shadow copy. Here a tile is 4 x 4.
 #
-#     keys                 dense A   evicted   dense B  shadow A    kept    shadow B
-#     until                   12        16        16        20        24        24
-#     rows  0 ..  3 prompt     .         /         .         .         /         .
-#     rows  4 ..  7 prompt     .         /         .         .         /         .
-#     rows  8 .. 11 dense A    /         #         .         .         #         .
-#     rows 12 .. 15 dense B    .         #         /         .         #         .
-#     rows 16 .. 19 shadow A   .         .         .         /         #         .
-#     rows 20 .. 23 shadow B   .         .         .         .         #         /
+#     keys                    dense A   evicted   dense B   shadow A    kept    shadow B
+#     until                      12        16        16        20        24        24
+#     rows  0 ..  3 prompt        .         /         .         .         /         .
+#     rows  4 ..  7 prompt        .         /         .         .         /         .
+#     rows  8 .. 11 dense A       /         #         .         .         #         .
+#     rows 12 .. 15 dense B       .         #         /         .         #         .
+#     rows 16 .. 19 shadow A      .         .         .         /         #         .
+#     rows 20 .. 23 shadow B      .         .         .         .         #         /
 #
 #     .  dead: never visited    /  partial: compare two integers per pair    #  full: no mask
 #
-# Unsorted, evicted and kept keys would alternate and every prompt tile would need a mask. For a
-# tile of queries and a tile of keys,
+# Unsorted, evicted and kept keys would alternate, and the shadow copies would visit every
+# tile of the prompt, with a mask. For a tile of queries and a tile of keys,
 #
 #     any visible:  min(born) <= last query   and  max(until) > first query     (else dead)
 #     all visible:  max(born) <= first query  and  min(until) > last query      (then full)
 #
-# The first may visit a tile for nothing but never misses one. The answers are kept as short lists
-# of key tiles per query tile, and for dK and dV of query tiles per key tile.
+# The first may visit a tile for nothing but never misses one. The answers are kept as short
+# lists of key tiles per query tile, and for dK and dV of query tiles per key tile.
 
 TILE_Q, TILE_K = 128, 64  # rows of a query tile, keys of a key tile
 
@@ -110,9 +110,9 @@ def shadow_attention(q, k, v, until, scale=None, impl=None, plan=None, out=None)
 #   nq, nk   tiles of queries and of keys, per KV head; `group` of the nh query heads share one
 #   flat     number of a tile among those of all KV heads
 #   scale    carries log2(e): scores are in base 2, as the card has exp2 but no exp
-# HEAD_DIM_PADDED is the next power of two, which Triton wants; columns past HEAD_DIM hold 0.
-# Recompilation: N is new at every step, and the lists are slices of those of all layers.
+# HEAD_DIM_PADDED is the next power of two, as Triton wants; columns past HEAD_DIM hold 0.
 
+# no new compilation where N is new at every step and lists are slices of those of all layers
 attention_jit = jit("N", "nq", "nk", "nh", "group", "shares",
                     unaligned=("LISTS", "N_PARTIAL", "N_VISIBLE", "ORDER"))
 
@@ -120,8 +120,8 @@ attention_jit = jit("N", "nq", "nk", "nh", "group", "shares",
 @attention_jit
 def load_rows(X, stride_row, stride_col, start, N,
               ROWS: tl.constexpr, HEAD_DIM: tl.constexpr, HEAD_DIM_PADDED: tl.constexpr):
-    # (ROWS, HEAD_DIM_PADDED) of one head, 0 past the last row and column; the start is 64-bit,
-    # offsets within a tile are small
+    # (ROWS, HEAD_DIM_PADDED) of one head, 0 past the last row and column; the start is
+    # 64-bit, offsets within a tile are small
     r = tl.arange(0, ROWS)
     c = tl.arange(0, HEAD_DIM_PADDED)
     X += start.to(tl.int64) * stride_row
@@ -141,8 +141,9 @@ def store_rows(X, x, stride_row, start, N,
 
 @attention_jit
 def my_queries(ORDER, nq, group, BLOCK_Q: tl.constexpr, TILE_Q: tl.constexpr):
-    # which tile, KV head, query head and first row this program owns; a tile may be split into
-    # several parts. Neighbouring programs share a KV head and a tile, so their keys stay in L2
+    # which tile, KV head, query head and first row this program owns; a tile may be split
+    # into several parts. Neighbouring programs share a KV head and a tile, so their keys
+    # stay in L2
     PARTS: tl.constexpr = TILE_Q // BLOCK_Q
     pid = tl.program_id(0)
     flat = tl.load(ORDER + pid // (PARTS * group))
@@ -157,8 +158,8 @@ def my_queries(ORDER, nq, group, BLOCK_Q: tl.constexpr, TILE_Q: tl.constexpr):
 def forward_loop(acc, m_i, l_i, q, rows, K, V, K_BORN, K_DIES, TILES, lo, hi, scale,
                  MASKED: tl.constexpr, HEAD_DIM_PADDED: tl.constexpr,
                  BLOCK_K: tl.constexpr, TILE_K: tl.constexpr):
-    # online softmax over the key tiles TILES[lo:hi]. m_i, l_i (BLOCK_Q,): running maximum and sum;
-    # acc (BLOCK_Q, HEAD_DIM_PADDED): the output before its division by l_i
+    # online softmax over the key tiles TILES[lo:hi]. m_i, l_i (BLOCK_Q,): running maximum
+    # and sum; acc (BLOCK_Q, HEAD_DIM_PADDED): the output before its division by l_i
     PARTS: tl.constexpr = TILE_K // BLOCK_K
     c = tl.arange(0, HEAD_DIM_PADDED)
     for t in range(lo * PARTS, hi * PARTS):
@@ -219,8 +220,8 @@ def forward_kernel(Q, K, V, OUT, LSE, K_BORN, K_DIES, LISTS, N_PARTIAL, N_VISIBL
         acc, m_i, l_i, q, rows, K, V, K_BORN, K_DIES, TILES, n_partial, n_visible, scale,
         False, HEAD_DIM_PADDED, BLOCK_K, TILE_K)
 
-    # a row that sees nothing or is past the end: output 0, and log-sum-exp +inf, so that the
-    # backward pass finds exp2(qk - inf) = 0
+    # a row that sees nothing or is past the end: output 0, and log-sum-exp +inf, so that
+    # the backward pass finds exp2(qk - inf) = 0
     some = (l_i > 0) & (rows < N)
     l_i = tl.where(some, l_i, 1.0)
     store_rows(OUT + head * HEAD_DIM, acc / l_i[:, None], stride_out_row, start, N,
@@ -267,8 +268,8 @@ def dq_kernel(Q, K, V, OUT, DO, LSE, DELTA, DQ, K_BORN, K_DIES,
               HEAD_DIM: tl.constexpr, HEAD_DIM_PADDED: tl.constexpr,
               BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr,
               TILE_Q: tl.constexpr, TILE_K: tl.constexpr):
-    # programs as in forward_kernel; also leaves DELTA = sum(out * grad_out) of each row, laid out
-    # like LSE, for dkv_kernel
+    # programs as in forward_kernel; also leaves DELTA = sum(out * grad_out) of each row,
+    # laid out like LSE, for dkv_kernel
     flat, kv_head, head, start = my_queries(ORDER, nq, group, BLOCK_Q, TILE_Q)
     rows = start + tl.arange(0, BLOCK_Q)
     first = kv_head * nk * TILE_K                                          # of this head's keys
@@ -306,8 +307,9 @@ def dkv_loop(dk, dv, k, v, k_born, k_dies, Q, DO, LSE, DELTA,
              TILES, lo, hi, N, scale,
              MASKED: tl.constexpr, HEAD_DIM: tl.constexpr, HEAD_DIM_PADDED: tl.constexpr,
              BLOCK_Q: tl.constexpr, TILE_Q: tl.constexpr):
-    # adds what the query tiles TILES[lo:hi] of one head give to dk and dv. Scores are transposed,
-    # (BLOCK_K, BLOCK_Q), so that p and ds are left operands straight from registers
+    # adds what the query tiles TILES[lo:hi] of one head give to dk and dv. Scores are
+    # transposed, (BLOCK_K, BLOCK_Q), so that p and ds are left operands straight from
+    # registers
     PARTS: tl.constexpr = TILE_Q // BLOCK_Q
     for t in range(lo * PARTS, hi * PARTS):
         tile = tl.load(TILES + t // PARTS).to(tl.int32)
@@ -345,8 +347,8 @@ def dkv_kernel(Q, K, V, DO, LSE, DELTA, DK, DV, K_BORN, K_DIES,
                HEAD_DIM: tl.constexpr, HEAD_DIM_PADDED: tl.constexpr,
                BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr,
                TILE_Q: tl.constexpr, TILE_K: tl.constexpr):
-    # one program per key tile or part of one. It sums over the query heads of its group, in fp32
-    # and in a fixed order, or over one of `shares` equal shares of them: DK and DV
+    # one program per key tile or part of one. It sums over the query heads of its group, in
+    # fp32 and in a fixed order, or over one of `shares` equal shares of them: DK and DV
     # (shares, N, nkv, HEAD_DIM) are then added up outside
     PARTS: tl.constexpr = TILE_K // BLOCK_K
     pid = tl.program_id(0) // shares
@@ -394,7 +396,7 @@ def dkv_kernel(Q, K, V, DO, LSE, DELTA, DK, DV, K_BORN, K_DIES,
 # The preparation: sort the keys, list the tiles.
 
 class TileLists(NamedTuple):
-    """For each tile of one side, `tiles` per KV head, the tiles of the other side that it meets."""
+    """For each tile of one side, `tiles` per KV head, those of the other that it meets."""
     lists: torch.Tensor      # (nkv, tiles, other tiles) int16: partial tiles first, then full ones
     n_partial: torch.Tensor  # (nkv, tiles) int32: how many of a list are partial
     n_visible: torch.Tensor  # (nkv, tiles) int32: length of a list; what follows is not set
@@ -403,8 +405,8 @@ class TileLists(NamedTuple):
 
 
 class Plan(NamedTuple):
-    """Everything about `until` that the kernels read. Keys that are never visible and the padding
-    (born >= N) have dies = 0, so they come first and fill dead tiles."""
+    """Everything about `until` that the kernels read. Keys that are never visible and the
+    padding (born >= N) have dies = 0, so they come first and fill dead tiles."""
     born: torch.Tensor            # (nkv, nk * TILE_K) int32: row of each sorted key
     dies: torch.Tensor            # (nkv, nk * TILE_K) int32: its `until`, ascending
     by_query: TileLists           # key tiles of each query tile
@@ -412,9 +414,9 @@ class Plan(NamedTuple):
 
 
 def prepare(until, backward=True):
-    """Sort each KV head's keys by the time they die and list which tiles meet. Never waits for the
-    GPU. until (nkv, N) int32 -> Plan, without `by_key` unless `backward`. Raises ValueError for
-    more rows than tile numbers reach."""
+    """Sort each KV head's keys by the time they die and list which tiles meet. Never waits
+    for the GPU. until (nkv, N) int32 -> Plan, without `by_key` unless `backward`. Raises
+    ValueError for more rows than tile numbers reach."""
     return prepare_layers(until[None], backward)[0]
 
 
@@ -442,8 +444,8 @@ def prepare_layers(until, backward=True):
 
 
 def tile_lists(bounds, N, L, by_key):
-    """bounds: 4 x (L * nkv, nk), smallest and largest born, then dies, of a tile's keys -> list of
-    L TileLists"""
+    """bounds: 4 x (L * nkv, nk), smallest and largest born, then dies, of a tile's keys ->
+    list of L TileLists"""
     heads, nk = bounds[0].shape
     nq = math.ceil(N / TILE_Q)
     tiles, others = (nk, nq) if by_key else (nq, nk)
@@ -465,7 +467,7 @@ def tile_lists(bounds, N, L, by_key):
 @attention_jit
 def tiles_meet(BORN_MIN, BORN_MAX, DIES_MIN, DIES_MAX, kv_head, a, b, N, nq, nk,
                BY_KEY: tl.constexpr, TILE_Q: tl.constexpr):
-    # tile a of one side, tiles b (BLOCK,) of the other -> for each b: any pair visible, all visible
+    # tile a of one side, tiles b (BLOCK,) of the other -> any visible, all visible (BLOCK,)
     a += tl.zeros_like(b)                                                  # as wide as b
     query, key = (b, kv_head * nk + a) if BY_KEY else (a, kv_head * nk + b)
     inside = b < (nq if BY_KEY else nk)
@@ -483,9 +485,10 @@ def tiles_meet(BORN_MIN, BORN_MAX, DIES_MIN, DIES_MAX, kv_head, a, b, N, nq, nk,
 @attention_jit
 def lists_kernel(BORN_MIN, BORN_MAX, DIES_MIN, DIES_MAX, ALL_LISTS, ALL_PARTIAL, ALL_VISIBLE,
                  N, nq, nk, BY_KEY: tl.constexpr, TILE_Q: tl.constexpr, BLOCK: tl.constexpr):
-    # one program per query tile, which lists the key tiles it meets, or BY_KEY the other way round:
-    # it counts them, then writes the partial ones to the front of its list, the full ones behind.
-    # Of all layers at once: these pointers are aligned, so the names differ from attention_jit's
+    # one program per query tile, which lists the key tiles it meets, or BY_KEY the other
+    # way round: it counts them, then writes the partial ones to the front of its list, the
+    # full ones behind. Of all layers at once: these pointers are aligned, so the names
+    # differ from attention_jit's
     tiles, others = (nk, nq) if BY_KEY else (nq, nk)
     pid = tl.program_id(0)
     kv_head = pid // tiles
@@ -550,10 +553,10 @@ SETTLED = {}      # (kernel, dtype, width) -> index of the first config that fit
 
 
 def configs(kernel, dtype, width):
-    """(BLOCK_Q, BLOCK_K, warps, stages) for a kernel's name, best first; later ones need less
-    shared memory. Tuned on an H100."""
+    """(BLOCK_Q, BLOCK_K, warps, stages) for a kernel's name, best first; later ones need
+    less shared memory. Tuned on an H100."""
     if dtype == torch.float32:
-        # true fp32 runs on the ordinary cores: small blocks, or the compiler unrolls for minutes
+        # true fp32 runs on ordinary cores: with large blocks the compiler unrolls for minutes
         return [(32, 32, 4, 1), (16, 16, 4, 1)]
     if kernel == "dkv_kernel":
         best = (32, 64, 4, 3) if width == 128 else (64, 64, 4, 3)
@@ -563,10 +566,10 @@ def configs(kernel, dtype, width):
 
 
 def launch(kernel, dtype, width, programs, **arguments):
-    """Run a kernel with the first config that fits the card's shared memory, saying so if it is not
-    the best one. programs(BLOCK_Q, BLOCK_K) -> number of programs. A dtype and width compiles for
-    some seconds once; another N does not compile again, but for dK and dV where it crosses
-    FEW_TILES."""
+    """Run a kernel with the first config that fits the card's shared memory, saying so if
+    it is not the best one. programs(BLOCK_Q, BLOCK_K) -> number of programs. A dtype and
+    width compiles for some seconds once; another N does not compile again, but for dK and
+    dV where it crosses FEW_TILES."""
     key = kernel.__name__, dtype, width
     options = configs(*key)
     for i in range(SETTLED.get(key, 0), len(options)):
@@ -622,8 +625,8 @@ class ShadowAttention(torch.autograd.Function):
         by_query, by_key = TileLists(*lists[:4]), TileLists(*lists[4:])
         (N, nh, hs), (nkv, _, width) = q.shape, k.shape
         nq, nk = by_query.lists.shape[1:]
-        # with few KV heads a key tile's program is long and there are few of them: then the query
-        # heads of a group go to programs of their own
+        # with few KV heads a key tile's program is long and there are few of them: then the
+        # query heads of a group go to programs of their own
         shares = nh // nkv if nkv * nk < FEW_TILES else 1
         share_dtype = q.dtype if shares == 1 else torch.float32
         delta = torch.empty_like(lse)
@@ -665,11 +668,12 @@ CHUNK = 256  # query rows at a time: fewer cost calls, more cost work on hidden 
 
 
 def shadow_attention_ref(q, k, v, until, scale=None):
-    """`shadow_attention` on any device, with PyTorch's own attention: fp32 inside (fp64 for fp64).
+    """`shadow_attention` by PyTorch's own attention; fp32 inside (fp64 for fp64).
 
-    Never an N x N mask: rows are cut into blocks that do not see each other (packed sequences) and
-    blocks into chunks of at most CHUNK queries. What exists at a time is one (chunk, keys) mask;
-    blocks of at most 4 chunks keep theirs for the backward pass, longer ones rebuild it."""
+    Never an N x N mask: rows are cut into blocks that do not see each other (packed
+    sequences) and blocks into chunks of at most CHUNK queries. What exists at a time is one
+    (chunk, keys) mask; blocks of at most 4 chunks keep theirs for the backward pass, longer
+    ones rebuild it."""
     check(q, k, v, until)
     dtype, widened = q.dtype, torch.promote_types(q.dtype, torch.float32)
     row = torch.arange(len(q), device=q.device)                            # (N,)
@@ -698,7 +702,7 @@ def shadow_attention_ref(q, k, v, until, scale=None):
 
 
 def block_sizes(dies):
-    """Cut the rows where everything born before is dead: dies (nkv, N) -> lengths of the blocks."""
+    """Cut where everything born before is dead: dies (nkv, N) -> rows of each block."""
     row = torch.arange(dies.shape[1], device=dies.device)
     last = dies.amax(0).cummax(0).values                                   # (N,) of all born so far
     cuts = 1 + (last[:-1] <= row[1:]).nonzero().flatten()
@@ -707,8 +711,8 @@ def block_sizes(dies):
 
 
 def attend_chunk(q, k, v, dies, first, scale):
-    """q (n, nh, hs), rows first .. first + n - 1 of a block; k, v (first + n, nkv, hs) and dies
-    (nkv, first + n) of all the block's keys until then -> (n, nh, hs)"""
+    """q (n, nh, hs), rows first .. first + n - 1 of a block; k, v (first + n, nkv, hs) and
+    dies (nkv, first + n) of all the block's keys until then -> (n, nh, hs)"""
     (n, nh, hs), nkv = q.shape, len(dies)
     group = nh // nkv
     q = q.view(n, nkv, group, hs).permute(1, 2, 0, 3)                      # (nkv, group, n, hs)
@@ -795,8 +799,9 @@ def check_triton(q, plan, out):
 # The self-check.
 
 def group_until(P, G, R, budget, nkv, device="cpu"):
-    """until (nkv, N) of one packed group [prompt | G dense copies | G shadow copies]: random prompt
-    keys beyond `budget` die where the shadow copies begin, response keys where their copy ends."""
+    """until (nkv, N) of one packed group [prompt | G dense copies | G shadow copies]:
+    random prompt keys beyond `budget` die where the shadow copies begin, response keys
+    where their copy ends."""
     n = R - 1                                                              # rows of a copy
     N = P + 2 * G * n
     copy = torch.arange(2 * G * n, device=device) // n                     # (2 * G * n,)
@@ -869,8 +874,8 @@ def print_times():
 
 
 def main():
-    """Hold both paths against the definition, print errors and times; exit code 1 if an error is
-    too large."""
+    """Hold both paths against the definition, print errors and times; exit code 1 if an
+    error is too large."""
     device, card, dtypes = "cpu", "CPU", [torch.float32]
     if torch.cuda.is_available():
         device, card = "cuda", torch.cuda.get_device_name()

@@ -91,26 +91,27 @@ def decode_attention_ref(q, k, v, prompt_k, prompt_v, n_kept, response_k, respon
     qk = torch.cat((by_sample(qk_prompt, G), qk_response), dim=-1) * scale  # (S, nkv, g, K+t+1)
     p = torch.exp(qk - qk.amax(-1, keepdim=True))
     total = p.sum(-1, keepdim=True)                                        # (S, nkv, g, 1) fp32
-    # as the learner's kernel: weights rounded before, normalised after the product with the values
+    # as the learner's kernel: weights are rounded before, normalised after the product
     p_prompt, p_response = p.to(v.dtype).split((K, t + 1), dim=-1)
     out = by_sample(matmul32(by_prompt(p_prompt, G), prompt_v), G) + matmul32(p_response, rv)
     return (out / total).to(v.dtype).reshape(S, nh, hs)
 
 
 def by_prompt(x, G):
-    """x (B * G, nkv, g, n) -> (B, nkv, G * g, n): a group's query heads on one KV head together"""
+    """Stack the query heads of a group: x (B * G, nkv, g, n) -> (B, nkv, G * g, n)."""
     return x.unflatten(0, (-1, G)).transpose(1, 2).flatten(2, 3)
 
 
 def by_sample(x, G):
-    """and back: x (B, nkv, G * g, n) -> (B * G, nkv, g, n)"""
+    """And back: x (B, nkv, G * g, n) -> (B * G, nkv, g, n)."""
     return x.unflatten(2, (G, -1)).transpose(1, 2).flatten(0, 1)
 
 
-# The Triton kernels. Upper case: pointers and compile-time constants; lower case: values. scale
-# carries log2(e): scores are in base 2. HEAD_DIM_PADDED: the next power of two. A piece leaves ACC
-# (S, nh, pieces, HEAD_DIM_PADDED) fp32, not yet divided by its sum, and ML (S, nh, pieces, 2), its
-# maximum and sum. M: query heads of one program, a power of two of 16 or more; ROWS of them count.
+# The Triton kernels. Upper case: pointers and compile-time constants; lower case: values.
+# scale carries log2(e): scores are in base 2. HEAD_DIM_PADDED: the next power of two. A
+# piece leaves ACC (S, nh, pieces, HEAD_DIM_PADDED) fp32, not yet divided by its sum, and ML
+# (S, nh, pieces, 2), its maximum and sum. M: query heads of one program, a power of two of
+# 16 or more, of which those `real` count.
 
 @jit()
 def attend_keys(acc, m_i, l_i, q, K, V, lo, hi, scale,
@@ -189,7 +190,7 @@ def response_piece(pid, Q, NEW_K, NEW_V, RESPONSE_K, RESPONSE_V, T, ACC, ML,
                    stride_q, stride_k, stride_v, R, splits, size, pieces, before, scale,
                    NH: tl.constexpr, NKV: tl.constexpr, HEAD_DIM: tl.constexpr,
                    HEAD_DIM_PADDED: tl.constexpr, M: tl.constexpr, BLOCK: tl.constexpr):
-    # program of a (sample, KV head, split); its pieces come after the `before` ones of the prompt
+    # program of a (sample, KV head, split); `before`: the prompt's pieces, which come first
     GROUP: tl.constexpr = NH // NKV
     split = pid % splits
     kv_head = pid // splits % NKV
@@ -231,8 +232,8 @@ def pieces_kernel(Q, NEW_K, NEW_V, PROMPT_K, PROMPT_V, N_KEPT, RESPONSE_K, RESPO
                   NH: tl.constexpr, NKV: tl.constexpr, HEAD_DIM: tl.constexpr,
                   HEAD_DIM_PADDED: tl.constexpr, M_PROMPT: tl.constexpr,
                   M_RESPONSE: tl.constexpr, BLOCK: tl.constexpr):
-    # both kinds in one launch: the first n_prompt programs have pieces of prompts, the others of
-    # responses
+    # both kinds in one launch: the first n_prompt programs have pieces of prompts, the
+    # others of responses
     pid = tl.program_id(0)
     pieces = splits_prompt + splits_response
     if pid < n_prompt:
@@ -312,8 +313,8 @@ def decode_attention_triton(q, k, v, prompt_k, prompt_v, n_kept, response_k, res
 # The self-check.
 
 def example(B, G, nh, nkv, hs, K, R, t, device, dtype):
-    """Random arguments of decode_attention; KV heads hold different numbers of prompt keys, and
-    slots that do not count hold NaN."""
+    """Random arguments of decode_attention; KV heads hold different numbers of prompt keys,
+    and slots that do not count hold NaN."""
     n_kept = torch.randint(1, K + 1, (B, nkv), device=device, dtype=torch.int32)
     n_kept[0, 0] = K
     padding = torch.arange(K, device=device) >= n_kept[:, :, None]         # (B, nkv, K)
@@ -337,7 +338,7 @@ def microseconds(arguments, calls=50):
 
 
 def main():
-    """Check against the formula; on a GPU also time it. Exit code 1 if an error is too large."""
+    """Check against the formula, on a GPU also time; exit code 1 if an error is too large."""
     device, dtype, bound, card = "cpu", torch.float32, 1e-5, "CPU"
     if torch.cuda.is_available():
         device, dtype, bound, card = "cuda", torch.bfloat16, 1e-2, torch.cuda.get_device_name()

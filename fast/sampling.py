@@ -40,7 +40,7 @@ PARTS = 16    # a row of logits is cut into at most so many parts, each for a pr
 
 
 def sample_triton(logits, temperature, seed, t):
-    """`sample` in two kernels; the noise is a function of seed, an int, and t, an int64 tensor."""
+    """`sample` in two kernels; seed: an int, t: an int64 tensor () on the device."""
     (S, V), logits = logits.shape, logits.contiguous()
     size = 4 * BLOCK * triton.cdiv(V, 4 * BLOCK * PARTS)                   # logits of one part
     parts = triton.cdiv(V, size)
@@ -61,15 +61,15 @@ def sample_triton(logits, temperature, seed, t):
 
 @jit()
 def consider(x, c, r, m_i, l_i, best, at, x_best, GREEDY: tl.constexpr):
-    # one logit x of column c per lane, r: 32 random bits. m_i, l_i: running maximum and sum of
-    # exponentials; best: the largest noisy logit, at: its column, x_best: the logit itself
+    # one logit x of column c per lane, r: 32 random bits. m_i, l_i: running maximum and sum
+    # of exponentials; best: the largest noisy logit, at: its column, x_best: without noise
     m_new = tl.maximum(m_i, x)
     l_i = l_i * tl.exp(m_i - m_new) + tl.exp(x - m_new)
     noisy = x
     if not GREEDY:
         u = (r.to(tl.float32) + 0.5) * 2.0 ** -32                          # (0, 1], fine near 0
-        # the largest noise comes from the smallest exponentials -log(1 - u), where 1 - u would
-        # round to 1
+        # the largest noise comes from the smallest exponentials -log(1 - u), where 1 - u
+        # would round to 1
         e = tl.where(u < 2.0 ** -10, u + 0.5 * u * u, -tl.log(1 - u))
         noisy = x - tl.log(e)
     better = noisy > best
@@ -82,8 +82,8 @@ def consider(x, c, r, m_i, l_i, best, at, x_best, GREEDY: tl.constexpr):
 @jit("seed")
 def part_kernel(X, FOUND, WHERE, T, seed, V, size, scale,
                 GREEDY: tl.constexpr, BLOCK: tl.constexpr):
-    # one program per row and part of X (S, V); every lane keeps its own running numbers, joined at
-    # the end. Word i that Philox makes for column c serves column c + i * BLOCK
+    # one program per row and part of X (S, V); every lane keeps its own running numbers,
+    # joined at the end. Word i that Philox makes for column c serves column c + i * BLOCK
     row, part, lane = tl.program_id(0), tl.program_id(1), tl.arange(0, BLOCK)
     X += row.to(tl.int64) * V
     step = tl.load(T).to(tl.int32)

@@ -58,8 +58,8 @@ def finite_example(*shape, dtype):
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 @pytest.mark.parametrize("dtype", [torch.float32] + [torch.bfloat16] * CUDA, ids=str)
 def test_against_formula(impl, shape, dtype):
-    """Values; slots that do not count hold NaN, which must not leak; the new key and value are
-    stored at slot t and nowhere else."""
+    """Values; slots that do not count hold NaN, which must not leak; the new key and value
+    are stored at slot t and nowhere else."""
     torch.manual_seed(0)
     q, k, v, *rest = example(*shape, DEVICE, dtype)
     want, before, t = formula(q, k, v, *rest), [x.clone() for x in rest], shape[-1]
@@ -95,8 +95,8 @@ def test_negative_controls(impl):
     assert wrong_by(k=k.flip(1)) > 1e-2                             # new token, other KV head
     assert wrong_by(prompt_k=right["prompt_k"].flip(0)) > 1e-2      # the other prompt's keys
     assert wrong_by(q=q.roll(1, 1)) > 1e-2                          # query heads shifted by one
-    # the new token dropped: the last response key takes its place, so that the formula sees the t
-    # earlier ones and no more
+    # the new token dropped: the last response key takes its place, so that the formula sees
+    # the t earlier ones and no more
     last_k, last_v = (right[name][:, :, t - 1] for name in ("response_k", "response_v"))
     without = formula(**{**right, "k": last_k, "v": last_v, "t": t - 1})
     assert error(without, want) > 1e-2
@@ -104,8 +104,8 @@ def test_negative_controls(impl):
 
 @pytest.mark.parametrize("impl", IMPLS)
 def test_kv_heads_hold_different_numbers_of_keys(impl):
-    """NaN in the slots that one head does not use and another does; the counts of another head, of
-    another prompt or of the fullest head are wrong."""
+    """NaN in the slots that one head does not use and another does; the counts of another
+    head, of another prompt or of the fullest head are wrong."""
     torch.manual_seed(0)
     q, k, v, *prompt, _, rk, rv, t = finite_example(2, 3, 6, 2, 16, 40, 30, 11, dtype=torch.float32)
     n_kept = torch.tensor([[40, 7], [1, 23]], device=DEVICE, dtype=torch.int32)
@@ -148,7 +148,7 @@ def test_kernel_refuses_other_layouts():
 @pytest.mark.parametrize("shape", [(2, 8, 9, 3, 64, 256, 127, 126),
                                    (2, 8, 12, 2, 128, 1024, 300, 280)], ids=str)
 def test_real_blocks(monkeypatch, shape, dtype):
-    """The block sizes of a rollout, which must also fit the card's shared memory in every dtype."""
+    """The block sizes of a rollout must also fit the card's shared memory in every dtype."""
     for name, size in REAL.items():
         monkeypatch.setattr(decode_attn, name, size)
     torch.manual_seed(0)
@@ -160,8 +160,8 @@ def test_real_blocks(monkeypatch, shape, dtype):
 
 @pytest.mark.skipif(not CUDA, reason="needs a GPU")
 def test_one_graph_serves_every_step():
-    """A graph recorded once and replayed while t advances gives what separate calls give, bit for
-    bit."""
+    """A graph recorded once and replayed while t advances gives what separate calls give,
+    bit for bit."""
     torch.manual_seed(0)
     shape = 2, 4, 6, 2, 64, 300, 40, 0
     *fixed, rk, rv, t = finite_example(*shape, dtype=torch.bfloat16)

@@ -44,8 +44,8 @@ IMPLS = [pytest.param("ref", "cpu", id="ref"),
 
 @pytest.fixture(autouse=True)
 def large_blocks(monkeypatch):
-    """The interpreter pays per operation, so give it few large blocks; test_triton_real_blocks
-    keeps the real ones."""
+    """The interpreter pays per operation, so give it few large blocks;
+    test_triton_real_blocks keeps the real ones."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)  # thousands of small products: threads only wait for each other
     if INTERPRET:
@@ -55,8 +55,8 @@ def large_blocks(monkeypatch):
 
 
 def oracle(q, k, v, until, grad, scale=None):
-    """[out, dq, dk, dv] in fp64: one head at a time, dense mask, softmax over the rows that see
-    anything."""
+    """[out, dq, dk, dv] in fp64: one head at a time, dense mask, softmax over the rows that
+    see anything."""
     q, k, v = (x.detach().double().requires_grad_() for x in (q, k, v))
     N, nh, hs = q.shape
     scale = 1 / math.sqrt(hs) if scale is None else scale
@@ -75,8 +75,8 @@ def oracle(q, k, v, until, grad, scale=None):
 
 
 def case(N, nh, nkv, hs, device="cpu", dtype=torch.float32, seed=0):
-    """q, k, v, grad and a random until: keys that never die, that die at any time, that nobody
-    sees; rows that see nothing."""
+    """q, k, v, grad and a random until: keys that never die, that die at any time, that
+    nobody sees; rows that see nothing."""
     g = torch.Generator().manual_seed(1000 * N + 10 * hs + nh + seed)
     q, k, v, grad = (torch.randn(N, n, hs, generator=g) for n in (nh, nkv, nkv, nh))
     row, r = torch.arange(N), torch.rand(nkv, N, generator=g)
@@ -116,8 +116,8 @@ def check_case(impl, device, dtype, N, hs, heads):
 
 @pytest.mark.parametrize("scale", (None, 0.3))
 def test_definition(scale):
-    """The definition in the file is the oracle, in values and gradients; with keys that live one
-    row longer it is not."""
+    """The definition in the file is the oracle, in values and gradients; with keys that
+    live one row longer it is not."""
     q, k, v, grad, until = case(67, 6, 2, 16, dtype=torch.float64)
     leaves = [x.requires_grad_() for x in (q, k, v)]
     want = oracle(q, k, v, until, grad, scale)
@@ -196,8 +196,8 @@ def test_strides(impl, device):
         got = run(impl, *odd, until, g)
         assert error(got, oracle(*odd, until, g)) < TOLERANCE[torch.float32]
         plain = run(impl, *(x.contiguous() for x in odd), until.contiguous(), g.contiguous())
-        # the kernel reads the same numbers in the same order; a BLAS may choose another order for
-        # another layout
+        # the kernel reads the same numbers in the same order; a BLAS may choose another
+        # order for another layout
         assert impl == "ref" or all(torch.equal(a, b) for a, b in zip(got, plain))
 
 
@@ -258,8 +258,8 @@ def test_packing_equals_separate(impl, device):
 
 
 def test_ref_long_block_and_gather():
-    # more than 4 chunks (masks are rebuilt in the backward pass) and a tail where few keys live
-    # (they are gathered)
+    # more than 4 chunks (masks are rebuilt in the backward pass) and a tail where few keys
+    # live (they are gathered)
     N = 4 * shadow_attn.CHUNK + 300
     q, k, v, grad, until = case(N, 2, 1, 16, dtype=torch.float64)
     until[:, 20:N - 400] = until[:, 20:N - 400].clamp(max=N - 300)
@@ -356,8 +356,8 @@ def test_triton_layers_are_prepared_together():
     until = torch.stack([case(300, 2, 2, 16, seed=s)[4] for s in range(3)]).to(DEVICE)
 
     def facts(born, dies, *sides):
-        """What a plan says, whatever stands behind the end of a list and in whatever order equals
-        come."""
+        """What a plan says, whatever stands behind the end of a list and in whatever order
+        equals come."""
         out = [born, dies]
         for lists, partial, visible, order in sides:
             behind = torch.arange(lists.shape[2], device=DEVICE) >= visible[:, :, None]
@@ -377,8 +377,8 @@ def test_triton_layers_are_prepared_together():
 
 @no_triton
 def test_triton_shares_of_query_heads(monkeypatch):
-    """dK and dV from one program per key tile and query head, and from one per key tile: both
-    right, here with 6 heads a group."""
+    """dK and dV from one program per key tile and query head, and from one per key tile:
+    both right, here with 6 heads a group."""
     for few in (0, 1 << 20):
         monkeypatch.setattr(shadow_attn, "FEW_TILES", few)
         check_case("triton", DEVICE, torch.float32, 131, 16, (6, 1))
@@ -386,8 +386,8 @@ def test_triton_shares_of_query_heads(monkeypatch):
 
 @no_triton
 def test_triton_writes_over_q():
-    """With out=q the result is bit for bit the same, in strided memory too; where a gradient is
-    recorded, or it does not fit, it is refused."""
+    """With out=q the result is bit for bit the same, in strided memory too; where a
+    gradient is recorded, or it does not fit, it is refused."""
     q, k, v, _, until = case(300, 4, 2, 16, DEVICE)
     want = shadow_attention(q, k, v, until, impl="triton")
     with pytest.raises(ValueError, match="does not fit q or would be part of a recorded graph"):
