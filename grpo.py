@@ -394,5 +394,5 @@ class GRPO:
         loss, stats = policy_loss(
             out[c.learner], old, batch["adv"], part.mask, clip=c.clip, clip_high=c.clip_high,
             weight=batch.get("weight"), scale=batch["scale"])
-        share = part.mask.sum().item() / whole.mask.sum().item()
-        return loss, dict(clip_frac=stats["clipped"].item() * share)
+        clipped = stats["clipped"].item() * part.mask.sum().item()
+        return loss, dict(clip_frac=clipped / whole.mask.sum().item())

@@ -174,7 +174,6 @@ def generate(model, prompts, group, max_new_tokens, temperature=1.0, evict="snap
     start = torch.tensor(sizes, device=dev).repeat_interleave(group)      # (S,) first position
     tokens = torch.zeros(S, R, dtype=torch.int64, device=dev)
     logps = torch.zeros(S, R, dtype=torch.float32, device=dev)
-    done = torch.zeros(S, dtype=torch.bool, device=dev)
     new = torch.zeros(S, dtype=torch.int64, device=dev)                   # tokens drawn last
 
     def draw(logits):
@@ -188,8 +187,6 @@ def generate(model, prompts, group, max_new_tokens, temperature=1.0, evict="snap
         tokens.index_copy_(1, t[None], token[:, None])
         logps.index_copy_(1, t[None], logp[:, None])
         new.copy_(token)
-        if len(stop):  # not isin: it may wait for the device, which a recording must not
-            done.logical_or_((token[:, None] == stop).any(1))
 
     def step():
         """Feed the tokens drawn last, then draw the next."""
@@ -200,29 +197,36 @@ def generate(model, prompts, group, max_new_tokens, temperature=1.0, evict="snap
     draw(prefill(model, cache, prompts, prefill_rows).repeat_interleave(group, 0))
     run = step
     for t in range(1, R):
-        # asking whether all are done stalls a card, so ask now and then; what is drawn in between
-        # is dropped below
-        if len(stop) and (dev.type == "cpu" or t % 8 == 0) and bool(done.all()):
-            break
+        # asking a card whether all have ended stalls it, so ask now and then; what is drawn in
+        # between is dropped below
+        if dev.type == "cpu" or t % 8 == 0:
+            if (tokens[:, :t, None] == stop).any(2).any(1).all():
+                break
         if t == 2 and dev.type == "cuda":  # the step before compiled and warmed up all there is
             run = record(step, dev)
         run()
         if t < R - 1:  # nothing is sampled after step R - 1
             cache.evict_responses(t)
-    if not cache.finite:
-        raise ValueError(f"eviction method {eviction.method!r} gave scores that are not finite")
+    return logged(cache, prompts, group, temperature=temperature, tokens=tokens, logps=logps,
+                  stop=stop)
 
+
+def logged(cache, prompts, group, temperature, tokens, logps, stop):
+    """Cut what was drawn, (S, R) each, after the first stop token, and add the cache's log."""
+    if not cache.finite:
+        method = cache.eviction.method
+        raise ValueError(f"eviction method {method!r} gave scores that are not finite")
+    (S, R), grid = tokens.shape, (len(prompts), group)
     ends = (tokens[..., None] == stop).any(-1)                            # (S, R)
     lengths = torch.where(ends.any(1), ends.int().argmax(1) + 1, R)       # (S,) with the stop token
-    past = torch.arange(R, device=dev) >= lengths[:, None]                # (S, R)
-    grid = (len(prompts), group)
+    past = torch.arange(R, device=tokens.device) >= lengths[:, None]      # (S, R)
     return Rollout(
         prompts=prompts, temperature=temperature, kept=cache.kept_positions(),
-        tokens=tokens.masked_fill_(past, 0).view(*grid, R),
-        logp_roll=logps.masked_fill_(past, 0).view(*grid, R),
+        tokens=tokens.masked_fill(past, 0).view(*grid, R),
+        logp_roll=logps.masked_fill(past, 0).view(*grid, R),
         lengths=lengths.view(grid), stopped=ends.any(1).view(grid),
         until=cache.until.unflatten(1, grid).permute(0, 3, 1, 2, 4).contiguous(),
-        kv=kv_bytes(cache, sum(sizes), group, S * (R - 1)))
+        kv=kv_bytes(cache, sum(len(p) for p in prompts), group, S * (R - 1)))
 
 
 def kv_bytes(cache, prompt, group, own):

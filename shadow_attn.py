@@ -225,8 +225,7 @@ def forward_kernel(Q, K, V, OUT, LSE, K_BORN, K_DIES, LISTS, N_PARTIAL, N_VISIBL
     l_i = tl.where(some, l_i, 1.0)
     store_rows(OUT + head * HEAD_DIM, acc / l_i[:, None], stride_out_row, start, N,
                BLOCK_Q, HEAD_DIM, HEAD_DIM_PADDED)
-    lse = tl.where(some, m_i + tl.log2(l_i), float("inf"))
-    tl.store(LSE + head * nq * TILE_Q + rows, lse)
+    tl.store(LSE + head * nq * TILE_Q + rows, tl.where(some, m_i + tl.log2(l_i), float("inf")))
 
 
 @attention_jit
@@ -354,9 +353,9 @@ def dkv_kernel(Q, K, V, DO, LSE, DELTA, DK, DV, K_BORN, K_DIES,
     share = tl.program_id(0) % shares
     flat = tl.load(ORDER + pid // PARTS)
     kv_head = (flat // nk).to(tl.int64)
+    c = tl.arange(0, HEAD_DIM_PADDED)
     tile = flat % nk
     part = pid % PARTS
-    c = tl.arange(0, HEAD_DIM_PADDED)
     keys = (kv_head * nk + tile) * TILE_K + part * BLOCK_K + tl.arange(0, BLOCK_K)
     k = tl.load(K + keys[:, None] * HEAD_DIM_PADDED + c[None, :])          # (BLOCK_K, padded)
     v = tl.load(V + keys[:, None] * HEAD_DIM_PADDED + c[None, :])
@@ -385,8 +384,8 @@ def dkv_kernel(Q, K, V, DO, LSE, DELTA, DK, DV, K_BORN, K_DIES,
             TILES, n_partial, n_visible, N, scale,
             False, HEAD_DIM, HEAD_DIM_PADDED, BLOCK_Q, TILE_Q)
     # undo the sort: each key's gradient goes to the row where it was born
-    nkv = nh // group
-    at = ((share.to(tl.int64) * N + k_born) * nkv + kv_head)[:, None] * HEAD_DIM + c[None, :]
+    at = (share.to(tl.int64) * N + k_born) * (nh // group) + kv_head       # (BLOCK_K,) row, head
+    at = at[:, None] * HEAD_DIM + c[None, :]                               # (BLOCK_K, padded)
     real = (k_born < N)[:, None] & (c < HEAD_DIM)[None, :]
     tl.store(DK + at, (dk * scale_out).to(DK.dtype.element_ty), mask=real)
     tl.store(DV + at, dv.to(DV.dtype.element_ty), mask=real)
@@ -682,19 +681,19 @@ def shadow_attention_ref(q, k, v, until, scale=None):
     blocks = zip(*(x.to(widened).split(sizes) for x in (q, k, v)), dies.split(sizes, dim=1))
     out = []
     start = 0
-    for q, k, v, dies in blocks:
-        n = len(q)
-        dies = dies - start                                                # in rows of the block
+    for block_q, block_k, block_v, block_dies in blocks:
+        n = len(block_q)
+        block_dies = block_dies - start                                    # in rows of the block
         start += n
         chunks = math.ceil(n / CHUNK)
         for i in range(chunks):
             lo, hi = n * i // chunks, n * (i + 1) // chunks
-            chunk = q[lo:hi], k[:hi], v[:hi], dies[:, :hi], lo, scale
+            chunk = block_q[lo:hi], block_k[:hi], block_v[:hi], block_dies[:, :hi], lo, scale
             if chunks <= 4:
-                out.append(attend_chunk(*chunk))                           # (hi - lo, nh, hs)
+                y = attend_chunk(*chunk)                                   # (hi - lo, nh, hs)
             else:
-                out.append(checkpoint(attend_chunk, *chunk, use_reentrant=False,
-                                      preserve_rng_state=False))
+                y = checkpoint(attend_chunk, *chunk, use_reentrant=False, preserve_rng_state=False)
+            out.append(y)
     return torch.cat(out).to(dtype)                                        # (N, nh, hs)
 
 

@@ -1,18 +1,232 @@
+"""What several test files share: toy models, prompts, rollouts, and the words for comparing them."""
+import json
 import os
+import signal
 import subprocess
 import sys
 
 import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
+import train
+from grpo import replay
+from kvcache import EVICT, attention
+from model import Config, Transformer
+from rollout import Rollout
+from support.run import HELD
+
+# one thread is faster for models this small, here and in the processes that tests start
+torch.set_num_threads(1)
+os.environ["OMP_NUM_THREADS"] = "1"
+
+ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
+RAW = dict(
+    model_type="qwen3", hidden_size=64, intermediate_size=96, num_hidden_layers=3,
+    num_attention_heads=4, num_key_value_heads=2, head_dim=16, vocab_size=50,
+    max_position_embeddings=512, rms_norm_eps=1e-6, rope_theta=1e4, tie_word_embeddings=True)
+SMALL = dict(budget=24, window=8, sinks=2)
+STOP = (3, 7, 9)
+FAST = ["--prompts=4", "--group=4", "--prompt_tokens=96", "--eval_problems=4", "--steps=4",
+        "--eval_every=2", "--save_every=2", "--device=cpu"]  # a run of a few seconds
+
+
+# models and prompts
+
+def toy(seed=0, dtype=torch.float32, **changes):
+    """A random model whose attention is sharp: with weights of the usual 0.02, sparse and dense
+    would agree and every control would pass."""
+    torch.manual_seed(seed)
+    model = Transformer(Config.from_dict({**RAW, **changes})).to(dtype)
+    for p in model.parameters():
+        if p.dim() > 1:
+            p.data.normal_(0, 0.35)
+        else:  # the norms
+            p.data.normal_(1, 0.2)
+    return model
+
+
+@pytest.fixture(scope="module")
+def model():
+    return toy()
+
+
+def prompts(*lengths, seed=0):
+    """One prompt of random ids for each length."""
+    g = torch.Generator().manual_seed(seed)
+    return [torch.randint(0, 50, (n,), generator=g).tolist() for n in lengths]
+
+
+# eviction methods
+
+def tova(q, k, e, elsewhere=None):
+    """Attention of the last query alone, averaged over all heads (TOVA, 2401.06104)."""
+    if elsewhere is not None:
+        elsewhere = elsewhere[:, -1:]                           # (nh, 1)
+    votes = attention(q[-1:], k, elsewhere).mean((0, 1, 2))     # (n,)
+    return votes.expand(k.shape[1], -1)                         # (nkv, n)
+
+
+@pytest.fixture(params=[*(name for name in EVICT if name != "none"), "tova"])
+def method(request, monkeypatch):
+    """The name of every method in EVICT, and of one that somebody might add."""
+    monkeypatch.setitem(EVICT, "tova", tova)
+    return request.param
+
+
+# comparisons
+
+def rel(a, b):
+    """Largest difference, relative to the largest value of b."""
+    return ((a - b).abs().max() / b.abs().max()).item()
+
+
+def gap(model, rollout, policy="shadow"):
+    """Largest |learner - sampler| over the sampled tokens."""
+    with torch.no_grad():
+        logp = replay(model, rollout, (policy,))[policy]
+    return (logp - rollout.logp_roll).abs().max().item()
+
+
+def ragged(*lengths, R):
+    """The mask of one group's responses: (1, G, R) bool."""
+    return torch.arange(R) < torch.tensor(lengths)[None, :, None]
+
+
+class Largest(TorchDispatchMode):
+    n = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        for x in out if isinstance(out, (tuple, list)) else [out]:
+            if isinstance(x, torch.Tensor):
+                self.n = max(self.n, x.untyped_storage().nbytes() // x.element_size())
+        return out
+
+
+def largest_tensor(run):
+    """Elements of the largest storage that any operation of run() returns, forward or backward."""
+    with Largest() as seen:
+        run()
+    return seen.n
+
+
+# learning
+
+def learner(net, initial=None, **changes):
+    """What train.update needs: settings, objective, optimizer. initial: the model that DPO starts
+    from."""
+    c = train.settings([f"--{key}={value}" for key, value in changes.items()])
+    objective = train.OBJECTIVES[c.objective](net, c, lambda: initial)
+    return c, objective, train.Masters(net, c, objective.value)
+
+
+def some_rewards(*shape):
+    return torch.rand(shape, generator=torch.Generator().manual_seed(0))
+
+
+# a log without a sampler
+
+def logged(seed=0, B=2, G=3, R=7, L=3, nkv=2):
+    """A rollout whose log evicts prompt and response keys at random, differently in every layer,
+    KV head and response."""
+    rng = torch.Generator().manual_seed(seed)
+    sizes = (11, 16)[:B]
+    kept = [torch.rand(L, nkv, P, generator=rng).argsort(-1)[..., :6].sort(-1)[0] for P in sizes]
+    born = torch.arange(R)
+    life = 1 + (torch.rand(L, nkv, B, G, R, generator=rng) * (R - born)).int()  # 1 .. R - born
+    return Rollout(
+        prompts=[torch.randint(48, (P,), generator=rng).tolist() for P in sizes],
+        tokens=torch.randint(48, (B, G, R), generator=rng),
+        lengths=torch.tensor([[7, 1, 2], [3, 7, 5]])[:B],
+        logp_roll=torch.zeros(B, G, R), temperature=0.8, kept=kept, until=(born + life).int(),
+        stopped=torch.ones(B, G, dtype=torch.bool))
+
+
+def separate(model, r, b, g, policy):
+    """Log-softmax (n, V) of response g to prompt b by a forward pass of its own: plain attention
+    under a mask that is written out, entry by entry, from the log."""
+    P, n = len(r.prompts[b]), int(r.lengths[b, g])
+    T = P + n - 1                                               # the last token is never fed
+    i, j = torch.arange(T)[:, None], torch.arange(T)
+
+    def attend(layer, q, k, v):
+        dies = torch.full((k.shape[1], T), T)                   # (nkv, T)
+        if policy == "shadow":
+            dies[:, :P] = P
+            for h, kept in enumerate(r.kept[b][layer]):
+                dies[h, kept] = T
+            dies[:, P:] = P + r.until[layer, :, b, g, :n - 1]
+        visible = (j <= i) & (i < dies[:, None])                # (nkv, T, T)
+        share = q.shape[1] // k.shape[1]
+        k, v = k.repeat_interleave(share, 1), v.repeat_interleave(share, 1)
+        s = torch.einsum("ihd,jhd->hij", q, k) * q.shape[2] ** -0.5
+        s = s.masked_fill(~visible.repeat_interleave(share, 0), -torch.inf)
+        return torch.einsum("hij,jhd->ihd", s.softmax(-1), v)
+
+    ids = torch.tensor(r.prompts[b] + r.tokens[b, g, :n - 1].tolist())
+    hidden = model(ids, torch.arange(T), attend)
+    return (hidden[P - 1:] @ model.head.t() / r.temperature).log_softmax(-1)
+
+
+# runs of train.py
+
+def train_here(*args):
+    """train.main in this process, which then answers Ctrl-C as before and lets go of out_dir."""
+    before = signal.getsignal(signal.SIGINT)
+    try:
+        train.main([*FAST, *args])
+    finally:
+        signal.signal(signal.SIGINT, before)
+        while HELD:
+            os.close(HELD.popitem()[1])
+
+
+def start_train(*args):
+    """`python train.py` from another folder, as a user might; running. -> Popen"""
+    command = [sys.executable, os.path.join(ROOT, "train.py"), *FAST, *args]
+    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+
+
+def run_train(*args):
+    """The same until it ends. -> exit code, what it printed, its errors"""
+    process = start_train(*args)
+    printed, errors = process.communicate(timeout=200)
+    return process.returncode, printed, errors
+
+
+@pytest.fixture(scope="session")
+def finished(tmp_path_factory):
+    """A whole short run, not to be changed. -> out_dir, what it printed"""
+    out = str(tmp_path_factory.mktemp("run") / "out")
+    code, printed, errors = run_train(f"--out_dir={out}")
+    assert code == 0, errors
+    return out, printed
+
+
+def read_log(out_dir):
+    """log.jsonl without what depends on the clock: rows of evaluations, rows of steps."""
+    with open(os.path.join(out_dir, "log.jsonl")) as f:
+        log = [json.loads(line) for line in f]
+    log = [{k: v for k, v in row.items() if k not in ("rollout_s", "learn_s")} for row in log]
+    return [row for row in log if "loss" not in row], [row for row in log if "loss" in row]
+
+
+def read_checkpoint(out_dir):
+    return torch.load(os.path.join(out_dir, "ckpt.pt"), weights_only=True)
+
+
+# Triton's interpreter
 
 @pytest.fixture
 def pass_in_interpreter():
-    """Run tests of a file in Triton's CPU interpreter, in a process of its own, as TRITON_INTERPRET must be set before the import;
-    none may fail or be skipped."""
+    """Run tests of a file in Triton's CPU interpreter, in a process of its own, as TRITON_INTERPRET
+    must be set before the import; none may fail or be skipped."""
     def run(file, select):
-        command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", os.path.abspath(file), "-k", select]
-        env = {**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
-        result = subprocess.run(command, cwd=os.path.dirname(os.path.dirname(os.path.abspath(file))), env=env, capture_output=True, text=True)
+        command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider",
+                   os.path.abspath(file), "-k", select]
+        env = {**os.environ, "TRITON_INTERPRET": "1"}
+        result = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True)
         assert result.returncode == 0, result.stdout + result.stderr
         assert "passed" in result.stdout and "skipped" not in result.stdout, result.stdout
     return run

@@ -1,0 +1,572 @@
+"""
+kvcache.py: scores by hand, the properties that every method must have and broken methods that they
+find, spreads of the budget, response keys, storage.
+"""
+import random
+import weakref
+from dataclasses import replace
+
+import pytest
+import torch
+import torch.nn.functional as F
+from conftest import RAW, SMALL, gap, prompts
+
+import kvcache
+from kvcache import EVICT, SPREAD, Eviction, KVCache, h2o, keep, rkv, similarity, snapkv
+from model import Config
+from rollout import generate
+
+CONFIG = Config.from_dict(RAW)
+NH, NKV, HS, P, W = 4, 2, 16, 40, 8
+
+
+# properties of a method: a function from its name to nothing, or an AssertionError or ValueError
+
+def score(name, q, k, elsewhere=None, seed=0, **settings):
+    """A method's scores as the cache asks for them. q (B, P, nh, hs), k (B, P, nkv, hs), elsewhere
+    None or (B, nh, P) -> (B, nkv, P)"""
+    settings = {"budget": 12, "window": W, "sinks": 2, "pool": 1, **settings}
+    cache = KVCache(CONFIG, [k.shape[1]] * len(k), group=1, max_new_tokens=2,
+                    eviction=Eviction(name, **settings), seed=seed)
+    n = len(q[0]) if name in kvcache.ALL_QUERIES else W
+    if elsewhere is not None:
+        elsewhere = elsewhere[..., -n:]
+    out = cache.scores(0, 0, q[:, -n:], k, elsewhere)
+    assert cache.finite
+    return out
+
+
+def rows(*shape, seed=0):
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+
+
+def prompts_qk(B=3, seed=0):
+    """Queries and keys of B prompts of P tokens."""
+    return 2 * rows(B, P, NH, HS, seed=seed), rows(B, P, NKV, HS, seed=seed + 100)
+
+
+def change(a, b):
+    """How far scores moved, relative to the spread of their values."""
+    return ((a - b).abs().max() / (b.max() - b.min())).item()
+
+
+def reads_queries(name):
+    """Whether a method's scores depend on the queries at all."""
+    q, k = prompts_qk()
+    return not torch.equal(score(name, q, k), score(name, q.flip(1), k))
+
+
+def finite_scores_of_the_right_shape(name):
+    q, k = prompts_qk()
+    assert score(name, q, k).shape == (3, NKV, P)
+
+
+def twice_the_same(name):
+    """Same seed, same scores, wherever torch's and Python's generators stand."""
+    q, k = prompts_qk()
+    first = score(name, q, k)
+    torch.rand(3)
+    assert torch.equal(score(name, q, k), first)
+
+
+def alone_as_in_a_batch(name):
+    """A prompt keeps the same keys whoever its neighbours are."""
+    q, k = prompts_qk()
+    together = score(name, q, k)
+    for b in range(3):
+        alone = score(name, q[b:b + 1], k[b:b + 1])[0]
+        assert change(alone, together[b]) < 1e-5
+        assert torch.equal(keep(alone, 12, W, 2), keep(together[b], 12, W, 2))
+
+
+def sinks_and_window_stay(name):
+    q, k = prompts_qk()
+    kept = keep(score(name, q, k), 12, W, 2)
+    must = [0, 1, *range(P - W, P)]
+    assert kept.shape == (3, NKV, 12) and (kept[..., 1:] > kept[..., :-1]).all()
+    assert all((kept == j).any(-1).all() for j in must)
+
+
+def finds_the_needle(name):
+    """All queries look at one key: no key outside the window has a higher score."""
+    for j in (3, P // 2, P - W - 1):
+        q, k = prompts_qk()
+        k[..., 0] = 0
+        k[:, j] = 5 * F.one_hot(torch.tensor(0), HS)
+        q = 0.1 * q + 12 * F.one_hot(torch.tensor(0), HS)
+        if reads_queries(name):
+            assert (score(name, q, k)[..., :P - W].argmax(-1) == j).all()
+
+
+def sees_no_future(name):
+    """The query before the last looks for the last key, which it cannot see. Whatever that key is,
+    the query looks at key 20, as all of the window do."""
+    q, k = prompts_qk()
+    q, k = 0.1 * q, 0.1 * k
+    for x in (q, k):
+        x[..., :3] = 0
+    q[:, -W:-1, :, 0] = k[:, 20, :, 0] = 6                      # logit 9 before the softmax
+    q[:, -2, :, 1] = 20
+    k[:, -1, :, 1] = 20                                         # logit 100
+    other = k.clone()
+    other[:, -1] = k[:, -1].roll(1, -1)                         # points where nobody looks
+    got, want = score(name, q, k), score(name, q, other)
+    assert change(got[..., :P - W], want[..., :P - W]) < 0.05
+
+
+def counts_attention_elsewhere(name):
+    """Queries that look outside the scored keys do not vote: what they ask for cannot matter."""
+    q, k = prompts_qk()
+    other = q.flip(1)
+    free = (score(name, q, k) - score(name, other, k)).abs().max()
+    away = torch.full((3, NH, P), 100.0)
+    held = (score(name, q, k, away) - score(name, other, k, away)).abs().max()
+    assert held <= 1e-3 * free
+
+
+PROPERTIES = [finite_scores_of_the_right_shape, twice_the_same, alone_as_in_a_batch,
+              sinks_and_window_stay, finds_the_needle, sees_no_future, counts_attention_elsewhere]
+
+
+def violated(name):
+    """Names of the properties that a method does not have."""
+    found = set()
+    for holds in PROPERTIES:
+        try:
+            holds(name)
+        except (AssertionError, ValueError):
+            found.add(holds.__name__)
+    return found
+
+
+@pytest.mark.parametrize("holds", PROPERTIES, ids=lambda f: f.__name__)
+def test_every_method(method, holds):
+    holds(method)
+
+
+# broken methods
+
+def votes(q, k, e, elsewhere=None, ahead=0):
+    """Attention of the window, summed over it and averaged over heads, as one may write it down.
+    ahead: how many keys that come later a query sees; right is 0."""
+    W, n = len(q), len(k)
+    q = q.unflatten(1, (k.shape[1], -1))                        # (W, nkv, group, hs)
+    s = torch.einsum("whgc,nhc->hgwn", q, k) * HS ** -0.5
+    born = torch.arange(n)
+    s = s.masked_fill(born > born[n - W:, None] + ahead, -torch.inf)
+    if elsewhere is not None:
+        s = torch.cat((s, elsewhere.view(*s.shape[:2], W, 1)), dim=-1)
+    return s.softmax(-1)[..., :n].sum(2).mean(1)                # (nkv, n)
+
+
+def sign_flipped(q, k, e, elsewhere=None):
+    return -votes(q, k, e, elsewhere)
+
+
+def sees_the_future(q, k, e, elsewhere=None):
+    return votes(q, k, e, elsewhere, ahead=W)
+
+
+def sees_one_key_ahead(q, k, e, elsewhere=None):
+    return votes(q, k, e, elsewhere, ahead=1)
+
+
+def ignores_elsewhere(q, k, e, elsewhere=None):
+    return votes(q, k, e)
+
+
+def one_key_off(q, k, e, elsewhere=None):
+    return votes(q, k, e, elsewhere).roll(1, -1)
+
+
+def not_a_number(q, k, e, elsewhere=None):
+    return votes(q, k, e, elsewhere).index_fill(-1, torch.tensor(5), torch.nan)
+
+
+def infinite(q, k, e, elsewhere=None):
+    return votes(q, k, e, elsewhere).index_fill(-1, torch.tensor(5), -torch.inf)
+
+
+def one_key_short(q, k, e, elsewhere=None):
+    return votes(q, k, e, elsewhere)[:, :-1]
+
+
+def of_query_heads(q, k, e, elsewhere=None):
+    return votes(q, k, e, elsewhere).repeat_interleave(2, 0)
+
+
+def throws_dice(q, k, e, elsewhere=None):
+    return votes(q, k, e, elsewhere) + torch.tensor([random.random() for _ in k])
+
+
+def throws_torch_dice(q, k, e, elsewhere=None):
+    """Harmless: torch's generator is seeded by (seed, layer, step), and left as it was."""
+    return votes(q, k, e, elsewhere) + torch.rand(len(k))
+
+
+def compares_with_all(q, k, e, elsewhere=None):
+    """Harmless: it is handed one prompt, and cannot average over others."""
+    x = votes(q, k, e, elsewhere)
+    return x - x.mean(0) / 2
+
+
+def drops_the_window(q, k, e, elsewhere=None):
+    """Harmless: `keep` does not ask for the scores of sinks and window."""
+    late = torch.arange(len(k)) >= len(k) - len(q)
+    return votes(q, k, e, elsewhere).masked_fill(late, -1e30)
+
+
+BROKEN = {
+    sign_flipped: finds_the_needle, one_key_off: finds_the_needle,
+    sees_the_future: sees_no_future, sees_one_key_ahead: sees_no_future,
+    ignores_elsewhere: counts_attention_elsewhere, throws_dice: twice_the_same,
+    not_a_number: finite_scores_of_the_right_shape, infinite: finite_scores_of_the_right_shape,
+    one_key_short: finite_scores_of_the_right_shape,
+    of_query_heads: finite_scores_of_the_right_shape}
+HARMLESS = [votes, throws_torch_dice, compares_with_all, drops_the_window]
+
+
+@pytest.mark.parametrize("broken", BROKEN, ids=lambda f: f.__name__)
+def test_broken_methods_are_found(broken, monkeypatch):
+    monkeypatch.setitem(EVICT, "broken", broken)
+    assert BROKEN[broken].__name__ in violated("broken")
+
+
+@pytest.mark.parametrize("harmless", HARMLESS, ids=lambda f: f.__name__)
+def test_mistakes_that_the_cache_makes_harmless(model, harmless, monkeypatch):
+    monkeypatch.setitem(EVICT, "harmless", harmless)
+    assert violated("harmless") == set()
+    r = generate(model, prompts(61, 40), 3, 20, evict="harmless", response_budget=10, period=5,
+                 **SMALL)
+    assert r.until.min() < 20 and gap(model, r) <= 1e-4
+
+
+def test_prompts_handed_over_as_heads_would_see_each_other():
+    """The control of `compares_with_all`: two prompts in one call, to save time."""
+    q, k = prompts_qk(2)
+    both = compares_with_all(q[:, -W:].movedim(0, 1).flatten(1, 2), k.movedim(0, 1).flatten(1, 2), None)
+    alone = compares_with_all(q[0, -W:], k[0], None)
+    assert change(both[:NKV], alone) > 0.05
+    plain = votes(q[:, -W:].movedim(0, 1).flatten(1, 2), k.movedim(0, 1).flatten(1, 2), None)
+    assert change(plain[:NKV], votes(q[0, -W:], k[0], None)) < 1e-5
+
+
+@pytest.mark.parametrize("broken, say", [
+    (not_a_number, "not finite"), (infinite, "not finite"),
+    (one_key_short, r"scored \(2, 39\), not \(KV heads, keys\) = \(2, 40\)"),
+    (of_query_heads, r"scored \(4, 40\)")])
+def test_generate_refuses_such_scores(model, broken, say, monkeypatch):
+    def later(q, k, e, elsewhere=None):
+        if elsewhere is None:  # the prompt
+            return votes(q, k, e)
+        return not_a_number(q, k, e, elsewhere)
+
+    ask = dict(prompts=prompts(40), group=2, max_new_tokens=20, **SMALL)
+    monkeypatch.setitem(EVICT, "broken", broken)
+    with pytest.raises(ValueError, match=say):
+        generate(model, evict="broken", **ask)
+    monkeypatch.setitem(EVICT, "broken", later)
+    with pytest.raises(ValueError, match="gave scores that are not finite"):
+        generate(model, evict="broken", response_budget=10, period=5, **ask)
+    generate(model, evict="broken", **ask)  # no response key is scored
+
+
+# scores by hand
+
+E = Eviction(budget=6, window=2, sinks=1, pool=1)
+
+
+def test_snapkv_by_hand():
+    """One KV head, two query heads, keys one-hot: votes are weights that can be written down."""
+    P, W, hs = 8, 2, 8
+    k = torch.eye(P, hs)[:, None] * 10.0                        # (8, 1, 8) key j is channel j
+    q = torch.zeros(W, 2, hs)
+    q[0, 0, 3] = q[1, 0, 3] = 50.0                              # head 0 looks at key 3,
+    q[0, 1, 5] = q[1, 1, 4] = 50.0                              # head 1 at keys 5 and 4
+    # sum over the window, mean over heads
+    want = torch.tensor([[0, 0, 0, 1.0, 0.5, 0.5, 0, 0]])
+    assert torch.allclose(snapkv(q, k, E), want, atol=1e-6)
+    pooled = snapkv(q, k, replace(E, pool=3))
+    want = torch.tensor([[0, 0, 1.0, 1.0, 1.0, 0.5, 0, 0]])
+    assert torch.allclose(pooled, want, atol=1e-6)
+    assert keep(pooled, 6, 2, 1).tolist() == [[0, 2, 3, 4, 6, 7]]
+    # causal inside the window: query 6 looks for key 7, sees nothing of it, is even over 0..6
+    q = torch.zeros(W, 1, hs)
+    q[0, 0, 7] = 50.0
+    want = torch.tensor([[1 / 7 + 1 / 8] * 6 + [0, 0]])
+    assert torch.allclose(snapkv(q, k, E), want, atol=1e-6)
+
+
+def test_rkv_by_hand():
+    """Of many alike the latest stays; attention decides among the rest."""
+    k = torch.tensor([[1.0, 0, 0, 0], [0, 1, 0, 0], [0, 1, 0, 0], [0, 0, 1, 0], [0, 0, 0, 1]])
+    k = k[:, None]                                              # (5, 1, 4)
+    # keys 1 and 2 are alike: each is the latest that is like the other, so neither is counted
+    assert torch.allclose(similarity(k), torch.zeros(1, 5), atol=1e-6)
+    # three alike: rows 1 and 2 spare key 3, row 3 spares key 2; (1,2), (2,1), (3,1) are left
+    k[3] = k[2]
+    mean = torch.tensor([[0.0, 2, 1, 0, 0]]) / 5
+    assert torch.allclose(similarity(k), mean, atol=1e-6)
+    q = torch.zeros(1, 1, 4)
+    q[0, 0, 0] = 2 * 4.0                                        # looks at key 0
+    attention = torch.tensor([4.0, 0, 0, 0, 0]).softmax(-1)
+    want = 0.1 * attention - 0.9 * mean.softmax(-1)
+    assert torch.allclose(rkv(q, k, E), want, atol=1e-6)
+    attention = torch.tensor([4.0, 0, 0, 0, 0, 3]).softmax(-1)[:5]
+    want = 0.1 * attention - 0.9 * mean.softmax(-1)
+    assert torch.allclose(rkv(q, k, E, torch.tensor([[3.0]])), want, atol=1e-6)
+    pooled = F.max_pool1d(attention[None], 3, stride=1, padding=1)
+    want = 0.1 * pooled - 0.9 * mean.softmax(-1)
+    got = rkv(q, k, replace(E, pool=3), torch.tensor([[3.0]]))
+    assert torch.allclose(got, want, atol=1e-6)
+
+
+def test_h2o_by_hand():
+    """Every query counts, each over the keys that it saw; heads of a KV head add up."""
+    k = torch.eye(3)[:, None] * 20                              # (3, 1, 3)
+    q = torch.zeros(3, 2, 3)
+    q[2, 0, 0] = 20                                             # the last query, head 0: key 0
+    rest = torch.tensor([1 / 2 + 1 / 2 + 1 / 3, 1 / 3])         # all else is even
+    want = torch.cat((torch.tensor([1 + 1 / 2 + 1 + 1 + 1 / 2 + 1 / 3]), rest))
+    assert torch.allclose(h2o(q, k, E), want, atol=1e-6)
+
+
+def test_recent_and_random(model):
+    """Sinks and the latest keys; any keys, others for each seed, KV head and layer."""
+    (kept,) = generate(model, prompts(60), 1, 2, evict="recent", **SMALL).kept
+    assert (kept == torch.tensor([0, 1, *range(38, 60)])).all()
+    a, b, c = (generate(model, prompts(60), 1, 2, evict="random", seed=s, **SMALL).kept[0]
+               for s in (0, 0, 1))
+    assert torch.equal(a, b) and not torch.equal(a, c)
+    assert len({tuple(x) for x in a.flatten(0, 1).tolist()}) == 6
+
+
+def test_random_scores_and_token_noise_have_nothing_in_common():
+    """Both draw from a generator that the seed starts. With equal starts, the score of key 2k and
+    the noise of token k correlate."""
+    q, k = torch.zeros(1, 512, 1, 1), torch.zeros(1, 512, 2, 1)
+    scores, same_start, noise = [], [], []
+    for seed in range(200):
+        scores.append(score("random", q, k, seed=seed)[0, 0, ::2])
+        rng = torch.Generator().manual_seed(seed)
+        noise.append(torch.empty(256).exponential_(generator=rng))
+        same_start.append(torch.rand(512, generator=rng.manual_seed(seed))[::2])
+
+    def correlation(x):
+        return torch.corrcoef(torch.stack((torch.cat(x), torch.cat(noise))))[0, 1].abs()
+
+    assert correlation(scores) < 0.02 < 0.08 < correlation(same_start)
+
+
+def test_heads_vote_for_themselves():
+    """Keys and queries of two KV heads change places: so do the keys that they keep."""
+    q, k = 2 * rows(8, 4, 16), rows(50, 2, 16)
+    for f in (snapkv, rkv, h2o):
+        kept = keep(f(q, k, E), 24, 8, 2)
+        swapped = keep(f(q[:, [2, 3, 0, 1]], k[:, [1, 0]], E), 24, 8, 2)
+        assert torch.equal(swapped, kept[[1, 0]]) and not torch.equal(kept[0], kept[1])
+
+
+def test_scoring_in_slices_is_the_same(monkeypatch):
+    """How many heads, queries and prompts are scored at once changes nothing but rounding."""
+    q, k, z = rows(8, 6, 16), rows(20, 3, 16), rows(6, 8)
+    batch, keys = (x[:, -20:] for x in prompts_qk(2))
+
+    def all_scores(k, keys):
+        whole = [f(q, k, E) for f in (snapkv, rkv, h2o)]
+        whole += [f(q, k, E, z) for f in (snapkv, rkv, h2o)]
+        return whole + [score(name, batch, keys) for name in ("snapkv", "rkv")]
+
+    want = all_scores(k, keys)
+    monkeypatch.setattr(kvcache, "SCORE_BYTES", 1)
+    for a, b in zip(all_scores(k, keys), want):
+        torch.testing.assert_close(a, b, atol=1e-6, rtol=1e-5)
+    for a, b in zip(all_scores(k.flip(1), keys.flip(2)), want):
+        assert (a - b).abs().max() > 1e-3
+
+
+# what is kept
+
+def test_keep():
+    """Sinks and window whatever their scores, then the best; of equals the earlier."""
+    nan, inf = torch.nan, torch.inf
+    score = torch.tensor([[-9.0, 1, 3, 2, 3, -9], [nan, inf, -inf, 0, 0, nan], [0.0] * 6])
+    assert keep(score, 4, 1, 1).tolist() == [[0, 2, 4, 5], [0, 1, 3, 5], [0, 1, 2, 5]]
+    assert keep(score, 3, 1, 0).tolist() == [[2, 4, 5], [0, 1, 5], [0, 1, 5]]
+    many = rows(2, 3, 4, 20)  # leading dimensions
+    for i in range(2):
+        assert torch.equal(keep(many, 9, 3, 2)[i], keep(many[i], 9, 3, 2))
+
+
+@pytest.mark.parametrize("n", [1, 2, 11, 23, 24, 25, 96])
+def test_kept_per_prompt(model, method, n):
+    """min(n, budget) keys, ascending, sinks and window among them, around the budget."""
+    (kept,) = generate(model, prompts(n), 2, 3, evict=method, **SMALL).kept
+    assert kept.shape == (3, 2, min(n, 24)) and (kept[..., 1:] > kept[..., :-1]).all()
+    if n > 24:
+        for must in (0, 1, *range(n - 8, n)):
+            assert (kept == must).any(-1).all()
+
+
+def test_settings_check_themselves():
+    for say, wrong in (("unknown spread 'flat': choose from uniform, pyramid", dict(spread="flat")),
+                       ("unknown eviction method 'h2o2'", dict(method="h2o2")),
+                       ("budget 36 must be above", dict(budget=36)),
+                       ("window 0 must be at least 1", dict(window=0)),
+                       ("sinks -1 at least 0", dict(sinks=-1))):
+        with pytest.raises(ValueError, match=say):
+            Eviction(**wrong)
+    Eviction(budget=37)
+    Eviction("none", budget=0)
+
+
+# spreads of the budget
+
+def test_pyramid_keeps_what_uniform_keeps():
+    """In all layers together, exactly; from 1.95 to 0.05 times what is free after window and sinks,
+    in even steps."""
+    for n_layer in (1, 2, 3, 16, 28, 61):
+        for budget in (11, 24, 25, 63, 1024):
+            e = Eviction(budget=budget, window=8, sinks=2, spread="pyramid")
+            counts = [SPREAD["pyramid"](e, layer, n_layer) for layer in range(n_layer)]
+            line = torch.linspace(1.95, 0.05, n_layer)
+            if n_layer == 1:
+                line = torch.ones(1)
+            line = 10 + (budget - 10) * line                    # (L,)
+            assert sum(counts) == n_layer * budget
+            assert (torch.tensor(counts) - line).abs().max() <= 1
+            if n_layer > 1 and budget > 11:  # the controls: uniform, and each layer rounded down
+                assert (budget - line).abs().max() > 1
+                assert line.floor().sum() < n_layer * budget
+
+
+@pytest.mark.parametrize("response", [{}, dict(response_budget=10, period=5)], ids=str)
+def test_pyramid_in_the_cache(model, method, response):
+    """Layers keep 37, 24 and 11 keys; storage and log say so, to the byte."""
+    e = Eviction(method, **SMALL, spread="pyramid", **response)
+    r = generate(model, prompts(61, 40, 20), 2, 21, eviction=e)
+    assert [[len(k[0]) for k in kept] for kept in r.kept] == [[37, 24, 11], [37, 24, 11], [20, 20, 11]]
+    own = 3 * 6 * (15 if response else 20)                      # layers, samples, slots
+    per_key = 2 * 2 * 16 * 4                                    # keys and values, heads, hs, bytes
+    assert r.kv["kept"] == per_key * (3 * (37 + 24 + 11) + own)
+    uniform = generate(model, prompts(61, 40, 20), 2, 21, eviction=replace(e, spread="uniform"))
+    assert uniform.kept[0].shape == (3, 2, 24) and r.kv["kept"] == uniform.kv["kept"]
+    short = generate(model, prompts(20), 2, 21, eviction=e)     # here the layers do not add up
+    assert short.kv["kept"] == per_key * (20 + 20 + 11 + own // 3)
+
+
+# response keys
+
+OWN = dict(**SMALL, response_budget=10, period=5)
+
+
+def test_response_keys_that_live(model, method):
+    """How many live at each step, and that the window is among them: counted from the log."""
+    r = generate(model, prompts(61, 40), 2, 33, evict=method, seed=2, **OWN)
+    for step in range(32):  # the query of a step sees the keys born until then and not yet dead
+        alive = r.until[..., :step + 1] > step                  # (L, nkv, B, G, step + 1)
+        held = step
+        if step >= 15:  # the first eviction is after step 14, when 15 are there
+            held = 10 + step % 5
+        assert (alive.sum(-1) == held + 1).all()  # and the step's own key
+        assert alive[..., -min(8 + step % 5, step) - 1:].all()
+    assert r.until.max() == 33 and set(r.until.unique().tolist()) == {15, 20, 25, 30, 33}
+    if method == "recent":
+        want = [next((t for t in range(15, 33, 5) if u < t - 10), 33) for u in range(33)]
+        assert (r.until == torch.tensor(want)).all()
+
+
+def test_response_storage(model):
+    """Room for response_budget + period keys however long the response, to the byte."""
+    per_key = 2 * 3 * 2 * 16 * 4
+    for R in (9, 16, 17, 60):
+        r = generate(model, prompts(100, 100), 3, R, **OWN)
+        assert r.kv["kept"] == per_key * (2 * 24 + 2 * 3 * min(R - 1, 15))
+    for evict in ("h2o", "snapkv"):  # what is held beside the cache is no longer than the response
+        r = generate(model, prompts(40), 2, 6, evict=evict, response_budget=9, period=10**12,
+                     **SMALL)
+        assert (r.until == 6).all() and gap(model, r) <= 1e-4
+
+
+def test_response_budget_that_is_not_reached(model):
+    ask = dict(group=2, max_new_tokens=20, seed=2, period=4, **SMALL)
+    a, b, c = (generate(model, prompts(40, 33), response_budget=n, **ask) for n in (None, 19, 9))
+    assert torch.equal(a.tokens, b.tokens) and torch.equal(a.logp_roll, b.logp_roll)
+    assert (b.until == 20).all()
+    assert not torch.equal(a.logp_roll, c.logp_roll)
+
+
+def test_h2o_adds_up_attention():
+    """One layer, by hand: after two evictions the kept keys are those with the most attention from
+    all queries that saw them."""
+    torch.manual_seed(0)
+    n, K, period, L = 12, 6, 4, CONFIG.n_layer
+    e = Eviction("h2o", budget=8, window=2, sinks=1, response_budget=K, period=period)
+    cache = KVCache(CONFIG, [n, n], group=2, max_new_tokens=20, eviction=e)
+
+    def draw(n, heads):
+        return torch.randn(n, heads, HS) * 1.5
+
+    for layer in range(L):
+        q, k, v = draw(2 * n, NH), draw(2 * n, NKV), draw(2 * n, NKV)
+        cache.write_prompts(slice(0, 2), layer, q, k, v)
+    prompt, keys = cache.prompt_k[0], torch.zeros(4, NKV, 0, HS)
+    alive, total = torch.ones(4, NKV, 0, dtype=torch.bool), torch.zeros(4, NKV, 0)
+    for t in range(1, 13):
+        q, k, v = draw(4, NH), draw(4, NKV), draw(4, NKV)
+        for layer in range(L):
+            cache.attend(layer, q, k, v)
+        cache.advance()
+        keys = torch.cat((keys, k[:, :, None]), 2)
+        alive, total = F.pad(alive, (0, 1), value=True), F.pad(total, (0, 1))
+        for s in range(4):
+            for h in range(NH):
+                kv = h // (NH // NKV)
+                att = torch.cat((prompt[s // 2, kv], keys[s, kv])) @ q[s, h] * HS ** -0.5
+                att[8:][~alive[s, kv]] = -torch.inf
+                total[s, kv] += att.softmax(0)[8:]
+        cache.evict_responses(t)
+        if t in (8, 12):  # 4 keys are fewer than the budget
+            for s in range(4):
+                for kv in range(NKV):
+                    rank = total[s, kv].masked_fill(~alive[s, kv], -1)
+                    rank[t - 2:] = 99
+                    alive[s, kv] = False
+                    alive[s, kv, rank.argsort(descending=True)[:K]] = True
+        last = t - 1
+        if t % period == 0:  # those evicted now are dead for the next query
+            last = t
+        assert torch.equal(cache.until[0, :, :, :t] > last, alive)
+    assert int(cache.response_filled) == K and int(cache.t) == 12
+
+
+# storage
+
+def test_storage_is_freed(model, monkeypatch):
+    """When a layer is written, nothing of the layers before it is left."""
+    refs, alive = [], []
+    write = KVCache.write_prompts
+
+    def spy(cache, which, layer, q, k, v):
+        alive.append(sum(ref() is not None for written, ref in refs if written < layer))
+        write(cache, which, layer, q, k, v)
+        refs.append((layer, weakref.ref(k.untyped_storage())))
+
+    monkeypatch.setattr(KVCache, "write_prompts", spy)
+    r = generate(model, prompts(100, 100), 3, 9, evict="snapkv", **SMALL)
+    assert alive == [0] * 3 and all(ref() is None for _, ref in refs)
+    per_key = 2 * 3 * 2 * 16 * 4                                # k and v, layers, heads, hs, bytes
+    assert r.kv["kept"] == per_key * (2 * 24 + 2 * 3 * 8)
+    assert r.kv["dense_shared"] == per_key * (2 * 100 + 2 * 3 * 8)
+    assert r.kv["dense"] == per_key * (2 * 3 * 100 + 2 * 3 * 8)
+
+
+def test_views_would_be_counted(model):
+    """The control: a cache that keeps a view holds all keys, and says so."""
+    cache = KVCache(CONFIG, [100], group=1, max_new_tokens=9, eviction=Eviction(**SMALL))
+    k = torch.randn(100, 2, 16)
+    cache.write_prompts(slice(0, 1), 0, torch.randn(100, 4, 16), k, k.clone())
+    want = 2 * 3 * 2 * 16 * 4 * (24 + 8)
+    assert cache.nbytes() == want
+    cache.prompt_k[0] = k[:24].transpose(0, 1)[None]            # (1, nkv, 24, hs)
+    assert cache.nbytes() == want + 2 * 16 * 4 * (100 - 24)
