@@ -511,9 +511,10 @@ def settings(argv):
     except ValueError:
         raise ValueError("lengths must be whole numbers with commas between, "
                          f"got {c.lengths!r}") from None
-    if lengths[0] < 2 or c.resamples < 100 or c.prompts < 2 or not c.out:
+    if lengths[0] < 2 or c.resamples < 100 or min(c.prompts, c.group) < 2 or not c.out:
         raise ValueError("lengths must be at least 2 (the first token is dense), resamples at "
-                         "least 100, prompts at least 2 (they are resampled), out a folder")
+                         "least 100, prompts (they are resampled) and group at least 2, out a "
+                         "folder")
     if c.response_budget:
         raise ValueError("response_budget: variances are measured without eviction of response "
                          "keys")
