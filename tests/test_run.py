@@ -31,7 +31,7 @@ def test_resume_is_bitwise(finished, tmp_path):
     """4 steps equal 2 steps, a new process, and 2 more; another seed does not."""
     out, other = str(tmp_path / "out"), str(tmp_path / "other")
     train_here("--steps=2", f"--out_dir={out}")
-    train_here("--steps=2", "--seed=1", f"--out_dir={other}")
+    train_here("--steps=2", "--seed=1", "--eval_every=99", f"--out_dir={other}")
     assert not same_weights(out, other)
     code, _, errors = run_train("--resume=True", f"--out_dir={out}")
     assert code == 0, errors
@@ -47,12 +47,12 @@ def test_resume_is_bitwise(finished, tmp_path):
 def test_objectives_resume_bitwise(name, tmp_path, monkeypatch):
     """As above. The controls resume without PPO's value head, or with DPO's trained weights as the
     reference."""
-    config = os.path.join(ROOT, "config", f"{name}.py")
+    ask = [os.path.join(ROOT, "config", f"{name}.py"), "--eval_every=99", "--eval_problems=1"]
     whole, halves, wrong = (str(tmp_path / x) for x in ("whole", "halves", "wrong"))
-    train_here(config, f"--out_dir={whole}")
-    train_here(config, "--steps=2", f"--out_dir={halves}")
+    train_here(*ask, f"--out_dir={whole}")
+    train_here(*ask, "--steps=2", f"--out_dir={halves}")
     shutil.copytree(halves, wrong)
-    train_here(config, "--resume=True", f"--out_dir={halves}")
+    train_here(*ask, "--resume=True", f"--out_dir={halves}")
     assert same_weights(whole, halves) and read_checkpoint(whole)["step"] == 4
     if name == "ppo":
         state = read_checkpoint(wrong)
@@ -67,7 +67,7 @@ def test_objectives_resume_bitwise(name, tmp_path, monkeypatch):
         def against_itself(net, c, initial):
             return DPO(net, c, lambda: net)
         monkeypatch.setitem(train.OBJECTIVES, "dpo", against_itself)
-    train_here(config, "--resume=True", f"--out_dir={wrong}")
+    train_here(*ask, "--resume=True", f"--out_dir={wrong}")
     assert not same_weights(whole, wrong)
 
 
@@ -135,7 +135,8 @@ def test_one_process_a_folder(tmp_path):
 
 def test_interrupt_saves_and_resumes(tmp_path):
     out = str(tmp_path / "out")
-    process = start_train("--steps=500", "--eval_every=500", f"--out_dir={out}")
+    once = ["--eval_every=500", "--eval_problems=1"]
+    process = start_train("--steps=500", *once, f"--out_dir={out}")
     for line in process.stdout:
         if line.startswith("step    0"):
             process.send_signal(signal.SIGINT)
@@ -145,14 +146,14 @@ def test_interrupt_saves_and_resumes(tmp_path):
     assert "go on with the same command and --resume=True" in printed
     step = read_checkpoint(out)["step"]
     assert 1 <= step < 10
-    train_here(f"--steps={step + 1}", "--eval_every=500", "--resume=True", f"--out_dir={out}")
+    train_here(f"--steps={step + 1}", *once, "--resume=True", f"--out_dir={out}")
     assert [r["step"] for r in read_log(out)[1]] == list(range(step + 1))
 
 
 def test_kill_leaves_a_whole_checkpoint(tmp_path):
     """kill -9 at any moment: the checkpoint that is there loads, and the log goes on without a step
     twice."""
-    out, often = str(tmp_path / "out"), ["--save_every=1", "--eval_every=500"]
+    out, often = str(tmp_path / "out"), ["--save_every=1", "--eval_every=500", "--eval_problems=1"]
     process = start_train("--steps=500", *often, f"--out_dir={out}")
     for line in process.stdout:
         if line.startswith("step    3"):
@@ -169,16 +170,17 @@ def test_kill_leaves_a_whole_checkpoint(tmp_path):
 
 def test_full_disk(tmp_path):
     """A write that fails half-way says so in one line and leaves the checkpoint before it whole."""
-    out = str(tmp_path / "out")
-    train_here("--steps=2", f"--out_dir={out}")
+    out, often = str(tmp_path / "out"), ["--save_every=1", "--eval_every=99", "--eval_problems=1"]
+    train_here("--steps=1", *often, f"--out_dir={out}")
     code = ("import resource, sys, train; "
             "resource.setrlimit(resource.RLIMIT_FSIZE, (200_000, 200_000)); "
             "train.main(sys.argv[1:])")
-    p = subprocess.run([sys.executable, "-c", code, *FAST, "--resume=True", f"--out_dir={out}"],
-                       cwd=ROOT, capture_output=True, text=True, timeout=200)
+    ask = [*FAST, *often, "--resume=True", f"--out_dir={out}"]
+    p = subprocess.run([sys.executable, "-c", code, *ask], cwd=ROOT, capture_output=True,
+                       text=True, timeout=200)
     assert p.returncode == 1 and p.stderr.strip().startswith("error: could not write")
     assert len(p.stderr.strip().splitlines()) == 1
-    assert read_checkpoint(out)["step"] == 2
+    assert read_checkpoint(out)["step"] == 1
     assert not os.path.exists(os.path.join(out, "ckpt.pt.tmp"))
 
 
