@@ -525,7 +525,7 @@ def read_safetensors(path):
             raise FileNotFoundError(f"{file} is missing{why}")
         try:
             with safe_open(file, framework="pt") as f:
-                for key in f.keys():
+                for key in f.keys():  # noqa: SIM118, a handle is no dict
                     if weight_map is None or weight_map.get(key) == name:
                         yield key, f.get_tensor(key)
         except SafetensorError as e:

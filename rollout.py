@@ -199,9 +199,9 @@ def generate(model, prompts, group, max_new_tokens, temperature=1.0, evict="snap
     for t in range(1, R):
         # asking a card whether all have ended stalls it, so ask now and then; what is drawn in
         # between is dropped below
-        if dev.type == "cpu" or t % 8 == 0:
-            if (tokens[:, :t, None] == stop).any(2).any(1).all():
-                break
+        asks = dev.type == "cpu" or t % 8 == 0
+        if asks and (tokens[:, :t, None] == stop).any(2).any(1).all():
+            break
         if t == 2 and dev.type == "cuda":  # the step before compiled and warmed up all there is
             run = record(step, dev)
         run()

@@ -19,7 +19,7 @@ FlexAttention (2412.05496: lists of full and partial tiles).
 import math
 import time
 import warnings
-from typing import NamedTuple, Optional
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -96,7 +96,7 @@ def shadow_attention(q, k, v, until, scale=None, impl=None, plan=None, out=None)
     if impl not in (None, "triton", "ref"):
         raise ValueError(f"impl={impl!r} is unknown: use 'triton', 'ref' or None")
     if impl == "ref" or (impl is None and not q.is_cuda):
-        return shadow_attention_ref(q, k, v, until, scale)
+        return shadow_attention_ref(q, k, v, until, scale=scale)
     check_triton(q, plan, out)
     with torch.cuda.device_of(q):  # Triton launches on the current card, which need not be q's
         if plan is None:
@@ -410,7 +410,7 @@ class Plan(NamedTuple):
     born: torch.Tensor            # (nkv, nk * TILE_K) int32: row of each sorted key
     dies: torch.Tensor            # (nkv, nk * TILE_K) int32: its `until`, ascending
     by_query: TileLists           # key tiles of each query tile
-    by_key: Optional[TileLists]   # query tiles of each key tile; None: no backward pass
+    by_key: TileLists | None      # query tiles of each key tile; None: no backward pass
 
 
 def prepare(until, backward=True):
@@ -584,7 +584,7 @@ def launch(kernel, dtype, width, programs, **arguments):
             if i + 1 == len(options):
                 raise
             warnings.warn(f"{key[0]}: blocks {options[i]} do not fit this card ({e}); "
-                          f"using the slower {options[i + 1]}")
+                          f"using the slower {options[i + 1]}", stacklevel=2)
             continue
         SETTLED[key] = i
         return
@@ -859,7 +859,7 @@ def print_errors(impl, until, grad, q, k, v):
 
 def print_times():
     """Time both policies of one group with a long prompt."""
-    until = group_until(8192, 8, 256, 1024, 8, "cuda")
+    until = group_until(P=8192, G=8, R=256, budget=1024, nkv=8, device="cuda")
     N = until.shape[1]
     grad, q, k, v = (torch.randn(N, heads, 128, device="cuda", dtype=torch.bfloat16)
                      for heads in (16, 16, 8, 8))
@@ -896,15 +896,16 @@ def main():
     for nh, nkv, hs in ((4, 2, 32), (8, 2, 128)):
         torch.manual_seed(0)
         if device == "cuda":
-            until = group_until(700, 4, 64, 128, nkv, device)
+            until = group_until(P=700, G=4, R=64, budget=128, nkv=nkv, device=device)
         else:
-            until = group_until(200, 2, 16, 48, nkv)
+            until = group_until(P=200, G=2, R=16, budget=48, nkv=nkv)
         N = until.shape[1]
         for dtype in dtypes:
             grad, q, k, v = (torch.randn(N, heads, hs, device=device).to(dtype)
                              for heads in (nh, nh, nkv, nkv))
             for impl in impls:
-                ok &= print_errors(impl, until, grad, q, k, v) < bounds[dtype]
+                error = print_errors(impl, until, grad, q=q, k=k, v=v)
+                ok &= error < bounds[dtype]
     if device == "cuda" and triton is not None:
         print_times()
     print("ok" if ok else "FAILED: an error exceeds 1e-5 (float32) or 1e-2 (bfloat16)")

@@ -71,7 +71,8 @@ def decode_attention(q, k, v, prompt_k, prompt_v, n_kept, response_k, response_v
     attend = decode_attention_ref
     if impl != "ref" and kernels(q):
         attend = decode_attention_triton
-    return attend(q, k, v, prompt_k, prompt_v, n_kept, response_k, response_v, t, scale)
+    return attend(q, k, v, prompt_k=prompt_k, prompt_v=prompt_v, n_kept=n_kept,
+                  response_k=response_k, response_v=response_v, t=t, scale=scale)
 
 
 def decode_attention_ref(q, k, v, prompt_k, prompt_v, n_kept, response_k, response_v, t, scale):
