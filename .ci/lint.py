@@ -24,8 +24,9 @@ RIGHT_OF = {"fast": "", "support": "", "model": "fast", "shadow_attn": "fast", "
 ROOMS = {*RIGHT_OF, "experiments"}
 
 # take a shape, or any number of arguments, and are defined elsewhere
-VARIADIC = set("""apply checkpoint dict einsum empty expand join max min new_empty new_ones new_zeros ones
-    permute print product rand randn repeat reshape save_for_backward view zeros zip""".split())
+VARIADIC = set("""apply checkpoint dict einsum empty expand join max min new_empty new_ones
+    new_zeros ones permute print product rand randn repeat reshape save_for_backward view zeros
+    zip""".split())
 
 LONG = {}  # file: {function: why it is better whole}
 
