@@ -1,20 +1,23 @@
 """
-The compressed KV cache: which keys stay, how they are stored, and the log of what was dropped (the Shadow Mask).
+The compressed KV cache: which keys stay, how they are stored, and the log of what was dropped.
 
-The idea. A prompt is prefilled densely, one layer at a time: attend to all keys, score them, copy the best into the cache,
-let go of the rest before the next layer runs. So the last prompt token still saw everything: response token 0 is dense,
-tokens 1.. see the kept keys only. What a prompt keeps depends on the prompt alone, so the G samples of a group share one
-compressed prompt; each sample owns the keys of its response, which may be evicted too, every `period` steps. Kept keys
+The idea. A prompt is prefilled densely, one layer at a time: attend to all keys, score them, copy
+the best into the cache, let go of the rest before the next layer runs. So the last prompt token
+still saw everything: response token 0 is dense, tokens 1.. see the kept keys only. What a prompt
+keeps depends on the prompt alone, so the G samples of a group share one compressed prompt. Each
+sample owns the keys of its response, which may be evicted too, every `period` steps. Kept keys
 stay rotated to their true positions; nothing is renumbered.
 
-A method is one function that scores the keys of one prompt (or of one sample's response) and one line in EVICT. How the
-budget is spread over the layers is one function more and one line in SPREAD, so the two combine.
+A method is one function that scores the keys of one prompt (or of one sample's response) and one
+line in EVICT. How the budget is spread over layers and KV heads is a choice of its own (SPREAD).
 
-Departures. SnapKV (arXiv 2404.14469): attention sinks are protected (StreamingLLM, 2309.17453), the query heads of a KV
-head vote together. R-KV (2505.24133): the prompt, shared by its group, is compressed once and each response by itself.
-H2O (2306.14048): one budget for heavy hitters and recent keys, of which `window` are recent; attention is added up from
-`period` queries at a time. PyramidKV (2406.02069): its line over the layers, here rounded so that the layers together
-keep exactly n_layer x budget keys. StreamingLLM: positions are not renumbered.
+Departures. SnapKV (arXiv 2404.14469): attention sinks are protected (StreamingLLM, 2309.17453),
+the query heads of a KV head vote together. R-KV (2505.24133): the prompt, shared by its group, is
+compressed once and each response by itself. H2O (2306.14048): one budget for heavy hitters and
+recent keys, of which `window` are recent; attention adds up from `period` queries at a time.
+StreamingLLM: positions are not renumbered. PyramidKV (2406.02069): its line over the layers,
+rounded so that together they keep n_layer x budget. Ada-KV (2407.11550): no KV head keeps more
+than twice the mean of what is free, so that storage stays rectangular.
 """
 from dataclasses import dataclass
 
@@ -28,66 +31,76 @@ from fast.launch import widen
 
 @dataclass(frozen=True)
 class Eviction:
-    """Which keys a rollout keeps, counted in keys per layer and KV head. Raises ValueError for what cannot mean what it says."""
-    method: str = "snapkv"  # a name in EVICT; "none" keeps all
-    budget: int = 256       # prompt keys kept, window and sinks included; a prompt no longer than that is kept whole
-    window: int = 32        # the last keys: always kept, and it is their queries that vote
-    sinks: int = 4          # the first keys, on which trained models park attention: always kept
-    pool: int = 7           # odd width in keys over which SnapKV and R-KV pool their votes
-    response_budget: int | None = None  # response keys kept after every `period` steps, window included; None: all
-    period: int = 128       # decoding steps between evictions of response keys
-    spread: str = "uniform"  # a name in SPREAD: how the budget is spread over the layers
+    """Which keys a rollout keeps, counted in keys per layer and KV head. Raises ValueError for
+    what cannot mean what it says."""
+    method: str = "snapkv"   # a name in EVICT; "none" keeps all
+    budget: int = 256        # prompt keys kept, window and sinks included
+    window: int = 32         # the last keys: always kept, and it is their queries that vote
+    sinks: int = 4           # the first keys, on which trained models park attention: always kept
+    pool: int = 7            # odd width in keys over which SnapKV and R-KV pool their votes
+    response_budget: int | None = None  # response keys kept, window included; None: all
+    period: int = 128        # decoding steps between evictions of response keys
+    spread: str = "uniform"  # a name in SPREAD: how the budget is spread over layers and KV heads
 
     def __post_init__(self):
-        if self.method not in EVICT:
-            raise ValueError(f"unknown eviction method {self.method!r}: choose from {', '.join(EVICT)}")
+        method, window, sinks = self.method, self.window, self.sinks
+        if method not in EVICT:
+            raise ValueError(f"unknown eviction method {method!r}: choose from {', '.join(EVICT)}")
         if self.spread not in SPREAD:
             raise ValueError(f"unknown spread {self.spread!r}: choose from {', '.join(SPREAD)}")
-        if self.window < 1 or self.sinks < 0 or not 1 <= self.pool < 1000 or self.pool % 2 == 0:
-            raise ValueError(f"window {self.window} must be at least 1, sinks {self.sinks} at least 0, "
+        if window < 1 or sinks < 0 or not 1 <= self.pool < 1000 or self.pool % 2 == 0:
+            raise ValueError(f"window {window} must be at least 1, sinks {sinks} at least 0, "
                              f"pool {self.pool} odd and below 1000")
-        if self.method != "none" and self.budget <= self.window + self.sinks:
-            raise ValueError(f"budget {self.budget} must be above window + sinks = {self.window} + {self.sinks}, "
-                             "or no key is left to choose")
-        if self.response_budget is not None:
-            if self.method == "none" or self.response_budget <= self.window or self.period < 1:
-                raise ValueError(f"response_budget {self.response_budget} must be above the window of {self.window}, "
-                                 f"period {self.period} at least 1, and evict a method, not {self.method!r}")
+        if method != "none" and self.budget <= window + sinks:
+            raise ValueError(f"budget {self.budget} must be above window + sinks = "
+                             f"{window} + {sinks}, or no key is left to choose")
+        if self.response_budget is None:
+            return
+        if method == "none" or self.response_budget <= window or self.period < 1:
+            raise ValueError(f"response_budget {self.response_budget} must be above the window of "
+                             f"{window}, period {self.period} at least 1, and evict a method, not "
+                             f"{method!r}")
 
 
-# scores: what one prompt, or one sample, keeps. Every function takes
-#   q (W, nh, hs)   the queries of the last W rows; of all rows for methods in ALL_QUERIES
-#   k (n, nkv, hs)  the keys to choose from, in time order; both rotated
+# The scores of one prompt, or of one sample's response. Every function takes
+#   q (W, nh, hs)   the queries of the last W rows (of all rows for methods in ALL_QUERIES)
+#   k (n, nkv, hs)  the keys to choose from, in time order; both are rotated
 #   e               the Eviction settings
-#   elsewhere       None, or (nh, W): log-sum-exp of the queries' scores on keys that are not among k (a response's prompt)
-# and gives finite scores (nkv, n): the highest stay. It runs under torch.vmap, so it cannot see other prompts, must not branch
-# on values, and may draw from torch's generator, which is seeded by (seed, layer, step).
+#   elsewhere       None, or (nh, W): log-sum-exp of the queries' scores on keys that are not among
+#                   k; the prompt's, where response keys are scored
+# and returns finite scores (nkv, n), of which the highest stay. It runs under torch.vmap: it cannot
+# see other prompts, must not branch on values, and may draw from torch's generator, which is
+# seeded by (seed, layer, step).
 
 def attention(q, k, elsewhere=None):
-    """Softmax attention of the last W rows, each of which sees no later key -> (nkv, group, W, n), group = nh // nkv."""
+    """Softmax attention of the last W rows, each of which sees no later key.
+    -> (nkv, group, W, n), group = nh // nkv query heads of a KV head"""
     (W, nh, hs), (n, nkv, _) = q.shape, k.shape
-    q = q.view(W, nkv, nh // nkv, hs).permute(1, 2, 0, 3)                             # (nkv, group, W, hs)
-    s = matmul32(q.flatten(1, 2), k.permute(1, 2, 0)) * hs ** -0.5                    # (nkv, group * W, n)
+    q = q.view(W, nkv, nh // nkv, hs).permute(1, 2, 0, 3)                 # (nkv, group, W, hs)
+    s = matmul32(q.flatten(1, 2), k.permute(1, 2, 0)) * hs ** -0.5        # (nkv, group * W, n)
     s = s.view(nkv, -1, W, n)
-    born = torch.arange(n, device=q.device)
-    s = s.masked_fill(born > born[n - W:, None], float("-inf"))
+    row = torch.arange(n, device=q.device)
+    s = s.masked_fill(row > row[n - W:, None], float("-inf"))
     if elsewhere is not None:  # one more key, whose share is dropped
-        s = torch.cat((s, elsewhere.view(nkv, -1, W, 1)), dim=-1)                     # (nkv, group, W, n + 1)
+        s = torch.cat((s, elsewhere.view(nkv, -1, W, 1)), dim=-1)         # (nkv, group, W, n + 1)
     return s.softmax(-1)[..., :n]
 
 
 def snapkv(q, k, e, elsewhere=None):
-    """Votes: the attention that a key receives from the last W queries, summed over them, averaged over the query heads of a KV
-    head, then max-pooled over neighbours, so that what belongs together stays together (2404.14469, eq. 5)."""
-    votes = received(q, k, elsewhere).mean(1)                                         # (nkv, n)
-    votes = votes[:, :len(k) - len(q)]                                                # the window is kept anyway
-    return F.pad(max_pool(votes, e.pool), (0, len(q)))                                # (nkv, n)
+    """Votes (2404.14469, eq. 5): the attention that a key receives from the last W queries, summed
+    over them, averaged over the query heads of a KV head, and max-pooled over neighbouring keys,
+    so that what belongs together stays together."""
+    votes = received(q, k, elsewhere)                                     # (nkv, group, n) summed
+    votes = votes.mean(1)[:, :len(k) - len(q)]                            # the window stays anyway
+    votes = max_pool(votes, e.pool)
+    return F.pad(votes, (0, len(q)))                                      # (nkv, n)
 
 
 def rkv(q, k, e, elsewhere=None):
-    """0.1 importance - 0.9 redundancy (2505.24133). Importance: attention of the last W queries, averaged over them, the largest
-    of the query heads, max-pooled. Redundancy: softmax over the keys of `similarity`."""
-    importance = max_pool(received(q, k, elsewhere).amax(1) / len(q), e.pool)         # (nkv, n)
+    """0.1 importance - 0.9 redundancy (2505.24133). Importance: attention of the last W queries,
+    averaged over them, the largest of the query heads, max-pooled. Redundancy: softmax over the
+    keys of their `similarity`."""
+    importance = max_pool(received(q, k, elsewhere).amax(1) / len(q), e.pool)  # (nkv, n)
     return 0.1 * importance - (1 - 0.1) * similarity(k).softmax(-1)
 
 
@@ -102,21 +115,25 @@ def recent(q, k, e, elsewhere=None):
 
 
 def random(q, k, e, elsewhere=None):
-    """A uniform choice for each KV head; the same positions in every prompt of one length, so that a batch changes nothing."""
+    """A uniform choice for each KV head; the same positions in all prompts of one length, so that
+    what a prompt keeps does not depend on its batch."""
     return torch.rand(k.shape[1], len(k)).to(k.device)
 
 
 EVICT = {"none": None, "snapkv": snapkv, "rkv": rkv, "h2o": h2o, "recent": recent, "random": random}
-ALL_QUERIES = {"h2o"}  # methods that get the queries of all rows, and whose scores add up from one eviction to the next
+ALL_QUERIES = {"h2o"}  # get the queries of all rows; scores add up from one eviction to the next
+ALONE = {"snapkv", "rkv", "h2o"}  # score a KV head by itself: prompts may pass as further heads
 
+
+# How the budget is spread over the layers: (e, layer, n_layer) -> keys per KV head of that layer
 
 def uniform(e, layer, n_layer):
     return e.budget
 
 
 def pyramid(e, layer, n_layer):
-    """PyramidKV (2406.02069): what is free after window and sinks falls by a straight line over the layers, from 1.95 times the mean
-    to 0.05 times it; rounded so that the layers add up to n_layer x budget."""
+    """PyramidKV (2406.02069): what is free after window and sinks falls in a straight line from the
+    first layer, 1.95 times the mean, to the last, 0.05 times."""
     fixed = e.window + e.sinks
     top, slope = (1.95, 1.9 / (n_layer - 1)) if n_layer > 1 else (1, 0)
 
@@ -125,123 +142,169 @@ def pyramid(e, layer, n_layer):
     return fixed + free(layer + 1) - free(layer)
 
 
-SPREAD = {"uniform": uniform, "pyramid": pyramid}  # (settings, layer, number of layers) -> prompt keys kept per KV head
+def adaptive(score, e):
+    """Ada-KV (2407.11550): the KV heads of a layer compete for what is free after window and sinks;
+    each keeps at least a fifth of the mean and at most twice. score (..., nkv, n) -> (..., nkv)"""
+    nkv, n = score.shape[-2:]
+    free = e.budget - e.window - e.sinks
+    s = score[..., e.sinks:n - e.window]                                  # (..., nkv, candidates)
+    rank = s.argsort(dim=-1, descending=True, stable=True).argsort(dim=-1)  # within its head
+    s = s.masked_fill(rank < free // 5, float("inf")).masked_fill(rank >= 2 * free, float("-inf"))
+    best = s.flatten(-2).topk(nkv * free).indices // s.shape[-1]          # KV head of each winner
+    won = best[..., None] == torch.arange(nkv, device=score.device)       # (..., winners, nkv)
+    return e.window + e.sinks + won.sum(-2)
 
 
-def keep(score, count, window, sinks):
-    """score (..., n) -> positions of the `count` keys that stay (..., count), ascending: sinks, window, the best of the rest; of
-    equals the earlier key. Sinks and window stay whatever their scores are."""
+SPREAD = {"uniform": uniform, "pyramid": pyramid, "adaptive": uniform}
+BY_HEAD = {"adaptive": adaptive}  # and over the KV heads of a layer: (score, e) -> keys of each
+
+
+def keep(score, K, window, sinks, count=None):
+    """score (..., n) -> kept positions (..., K), ascending: sinks, window, the best of the rest; of
+    equals the earlier key. Sinks and window stay whatever their scores are. count (...): keep fewer
+    than K; what follows them is n."""
     n = score.shape[-1]
     score = score.nan_to_num(nan=0.0, posinf=3e38, neginf=-3e38)
     score[..., :sinks] = float("inf")
     score[..., n - window:] = float("inf")
-    best = score.argsort(dim=-1, descending=True, stable=True)[..., :count]
+    best = score.argsort(dim=-1, descending=True, stable=True)[..., :K]
+    if count is not None:
+        best = best.where(torch.arange(K, device=best.device) < count[..., None], n)
     return best.sort(dim=-1).values
 
 
 class KVCache:
-    """Keys and values of B prompts (compressed, shared by the group) and of S = B x group responses.
+    """Keys and values of B prompts (compressed, shared by their group) and S = B x group responses.
 
-    config: model.Config. lengths: prompt lengths in tokens. group: samples per prompt. max_new_tokens: longest response.
-    eviction: Eviction. Decoding reads `t`, `response_filled` and `prompt_filled` from the device, so that a CUDA graph can step."""
+    config: model.Config. lengths: prompt lengths in tokens. group: samples per prompt.
+    max_new_tokens: longest response. eviction: Eviction. What a decoding step reads and counts
+    stays on the device, so that a CUDA graph can step."""
 
-    def __init__(self, config, lengths, group, max_new_tokens, eviction, seed=0, device="cpu", dtype=torch.float32):
+    def __init__(self, config, lengths, group, max_new_tokens, eviction, seed=0, device="cpu",
+                 dtype=torch.float32):
         self.config, self.lengths, self.eviction, self.seed = config, list(lengths), eviction, seed
         L, nkv, hs = config.n_layer, config.n_kv_head, config.head_size
         B, S, R = len(lengths), len(lengths) * group, max_new_tokens
-        # the prompt: slots beyond a prompt's own count are padding
-        self.counts = [[self.count(layer, P) for P in self.lengths] for layer in range(L)]            # keys, per layer and prompt
-        self.prompt_k = [torch.zeros(B, nkv, max(n), hs, device=device, dtype=dtype) for n in self.counts]
+        like = dict(device=device, dtype=dtype)
+        # prompts: slots past what a prompt fills are padding. By layer, as budgets may differ
+        self.slots = [[self.slots_of(layer, P) for P in self.lengths] for layer in range(L)]
+        self.prompt_k = [torch.zeros(B, nkv, max(slots), hs, **like) for slots in self.slots]
         self.prompt_v = [torch.zeros_like(k) for k in self.prompt_k]
-        filled = torch.tensor(self.counts, device=device, dtype=torch.int32)                          # (L, B)
-        self.prompt_filled = filled[:, :, None].expand(-1, -1, nkv).contiguous()                      # (L, B, nkv) slots in use
-        # the responses: the last sampled token is never fed back, so R tokens have R - 1 keys
+        filled = torch.tensor(self.slots, device=device, dtype=torch.int32)         # (L, B)
+        self.prompt_filled = filled[..., None].repeat(1, 1, nkv)                    # (L, B, nkv)
+        # responses: the last sampled token is never fed back, so R tokens have R - 1 keys
         slots = R - 1
         if eviction.response_budget is not None:
             slots = min(slots, eviction.response_budget + eviction.period)
-        self.response_k = torch.zeros(L, S, nkv, slots, hs, device=device, dtype=dtype)
+        self.response_k = torch.zeros(L, S, nkv, slots, hs, **like)
         self.response_v = torch.zeros_like(self.response_k)
-        self.t = torch.zeros((), device=device, dtype=torch.int64)       # response tokens fed: keys were born at steps 0 .. t - 1
-        self.response_filled = torch.zeros_like(self.t)                  # slots in use, the same number for all samples
+        self.response_filled = torch.zeros((), device=device, dtype=torch.int64)    # in all samples
+        self.t = torch.zeros_like(self.response_filled)                  # response tokens fed
         # the log
-        self.kept = [[None] * L for _ in lengths]                        # [prompt][layer] -> (nkv, K) kept positions
-        self.until = torch.full((L, S, nkv, R), R, device=device, dtype=torch.int32)  # step at which a response key dies; R: never
-        self.finite = torch.ones((), device=device, dtype=torch.bool)    # whether every score so far was
+        self.kept = [[None] * L for _ in lengths]                        # [prompt][layer] (nkv, K)
+        self.until = torch.full((L, S, nkv, R), R, device=device, dtype=torch.int32)
+        self.finite = torch.ones((), device=device, dtype=torch.bool)    # was every score so far?
         if eviction.response_budget is not None:
-            self.prepare_response_eviction(S, R, device, dtype)
+            self.prepare_response_eviction(S, R, like)
 
-    def count(self, layer, P):
-        """Keys per KV head that a prompt of P tokens keeps in a layer."""
-        e = self.eviction
-        if e.method == "none":
+    def budget(self, layer):
+        return SPREAD[self.eviction.spread](self.eviction, layer, self.config.n_layer)
+
+    def slots_of(self, layer, P):
+        """Slots per KV head that a prompt of P tokens takes in a layer."""
+        e, budget = self.eviction, self.budget(layer)
+        if e.method == "none" or P <= budget:
             return P
-        return min(P, SPREAD[e.spread](e, layer, self.config.n_layer))
+        if e.spread in BY_HEAD:
+            budget += budget - e.window - e.sinks
+        return min(P, budget)
 
     def write_prompts(self, which, layer, q, k, v):
-        """Compress prompts of one length at one layer. which: their indices, a slice; q (n * P, nh, hs), k, v (n * P, nkv, hs),
-        rotated, one prompt after the other."""
-        P, K, e = self.lengths[which.start], self.counts[layer][which.start], self.eviction
-        n = which.stop - which.start
-        q, k, v = (x.unflatten(0, (n, P)) for x in (q, k, v))                                        # (n, P, heads, hs)
-        if K == P:
-            kept = torch.arange(P, device=k.device).expand(n, k.shape[2], -1)                        # (n, nkv, P)
+        """Compress prompts of one length at one layer. which: their indices, a slice.
+        q (n * P, nh, hs), k, v (n * P, nkv, hs): rotated, one prompt after the other."""
+        e, P, n = self.eviction, self.lengths[which.start], which.stop - which.start
+        q, k, v = (x.unflatten(0, (n, P)) for x in (q, k, v))            # (n, P, heads, hs)
+        K, nkv = self.slots[layer][which.start], k.shape[2]
+        if e.method == "none" or P <= self.budget(layer):
+            kept = torch.arange(P, device=k.device).expand(n, nkv, -1)
         else:
             W = P if e.method in ALL_QUERIES else e.window
-            kept = keep(self.scores(layer, 0, q[:, P - W:], k), K, e.window, e.sinks)                # (n, nkv, K)
-        index = kept[..., None].expand(-1, -1, -1, k.shape[3])                                       # (n, nkv, K, hs)
+            score = self.scores(layer, 0, q[:, P - W:], k)               # (n, nkv, P)
+            count = None
+            if e.spread in BY_HEAD:
+                count = BY_HEAD[e.spread](score, e)                      # (n, nkv)
+                self.prompt_filled[layer, which] = count.int()
+            kept = keep(score, K, e.window, e.sinks, count=count)        # (n, nkv, K)
+        index = kept[..., None].clamp(max=P - 1).expand(-1, -1, -1, k.shape[3])
         # copies: no view keeps the dense keys alive
         self.prompt_k[layer][which, :, :K] = k.transpose(1, 2).gather(2, index)
         self.prompt_v[layer][which, :, :K] = v.transpose(1, 2).gather(2, index)
         for i in range(n):
-            self.kept[which.start + i][layer] = kept[i]                                              # (nkv, K)
+            self.kept[which.start + i][layer] = kept[i]                  # (nkv, K)
 
     def scores(self, layer, t, q, k, elsewhere=None):
-        """The method's scores of n prompts or samples, each by itself: q (n, W, nh, hs), k (n, keys, nkv, hs), elsewhere None or
-        (n, nh, W) -> (n, nkv, keys). As many at once as their attention fits into SCORE_BYTES."""
+        """The method's scores of n prompts or samples, each by itself: q (n, W, nh, hs), k
+        (n, keys, nkv, hs), elsewhere None or (n, nh, W) -> (n, nkv, keys)."""
         (n, W, nh, _), (_, keys, nkv, _) = q.shape, k.shape
+        method, inputs = self.eviction.method, [q, k]
+        if elsewhere is not None:
+            inputs.append(elsewhere)
 
-        def one(*args):
-            torch.default_generator.manual_seed(hash((self.seed, layer, t)) % 2**63)
-            score = EVICT[self.eviction.method](*args[:2], self.eviction, *args[2:])
-            if score.shape != (nkv, keys):
-                raise ValueError(f"{self.eviction.method} scored {tuple(score.shape)}, not (KV heads, keys) = {(nkv, keys)}")
+        def one(q, k, *elsewhere):
+            score = EVICT[method](q, k, self.eviction, *elsewhere)
+            if score.shape != (k.shape[1], keys):
+                raise ValueError(f"{method} scored {tuple(score.shape)}, not (KV heads, keys) = "
+                                 f"{(k.shape[1], keys)}")
             return score
 
-        args = (q, k) if elsewhere is None else (q, k, elsewhere)
-        with torch.random.fork_rng(devices=[]):
-            score = torch.vmap(one, chunk_size=max(1, SCORE_BYTES // (4 * W * nh * keys)), randomness="same")(*args)
+        def seeded(*inputs):
+            torch.default_generator.manual_seed(hash((self.seed, layer, t)) % 2**63)
+            return one(*inputs)
+
+        if method in ALONE:  # the same scores as below, in a fifth of the launches
+            q, k = q.transpose(0, 1).flatten(1, 2), k.transpose(0, 1).flatten(1, 2)
+            score = one(q, k, *(x.flatten(0, 1) for x in inputs[2:]))    # (n * nkv, keys)
+            score = score.unflatten(0, (n, nkv))
+        else:
+            at_once = max(1, SCORE_BYTES // (4 * W * nh * keys))
+            with torch.random.fork_rng(devices=[]):
+                score = torch.vmap(seeded, chunk_size=at_once, randomness="same")(*inputs)
         self.finite.logical_and_(score.isfinite().all())
         return score
 
     def attend(self, layer, q, k, v):
-        """One decoding step at one layer. q (S, nh, hs), k, v (S, nkv, hs) -> (S, nh, hs); k, v are stored."""
+        """One decoding step at one layer: k, v (S, nkv, hs) are stored. q (S, nh, hs) -> same."""
         if self.eviction.response_budget is not None:
             queries = self.queries[layer]
             queries.index_copy_(1, self.t[None] % queries.shape[1], q[:, None])
-        return decode_attention(q, k, v, prompt_k=self.prompt_k[layer], prompt_v=self.prompt_v[layer],
-                                n_kept=self.prompt_filled[layer][:, 0].contiguous(), response_k=self.response_k[layer],
-                                response_v=self.response_v[layer], t=self.response_filled)
+        return decode_attention(
+            q, k, v, prompt_k=self.prompt_k[layer], prompt_v=self.prompt_v[layer],
+            n_kept=self.prompt_filled[layer], response_k=self.response_k[layer],
+            response_v=self.response_v[layer], t=self.response_filled)
 
     def advance(self):
-        """Call once per decoding step, after the last layer. In place, so that a CUDA graph counts as it is replayed."""
+        """Call once per decoding step, after the last layer. In place: a CUDA graph counts too."""
         self.t.add_(1)
         self.response_filled.add_(1)
 
-    # response keys: every `period` steps the same scoring function chooses among the keys held, for each sample, layer and KV head.
-    # All samples hold equally many keys at any time, so there is room for response_budget + period keys, however long the response
+    # Response keys. Every `period` steps the same scoring function chooses among the keys held, for
+    # each sample, layer and KV head. All samples hold equally many keys at any time, so there is
+    # room for response_budget + period of them, however long the response.
 
-    def prepare_response_eviction(self, S, R, device, dtype):
-        """What choosing among response keys takes; nbytes does not count it."""
+    def prepare_response_eviction(self, S, R, like):
+        """What choosing takes beside the keys; nbytes does not count it."""
         c, e = self.config, self.eviction
         voters = e.period if e.method in ALL_QUERIES else min(e.window, e.period)
         voters = max(1, min(voters, R - 1))
-        self.queries = torch.zeros(c.n_layer, S, voters, c.n_head, c.head_size, device=device, dtype=dtype)  # step u in u % voters
-        nothing = torch.zeros(S, c.n_kv_head, 0, device=device)
-        self.born = [nothing.long() for _ in range(c.n_layer)]           # (S, nkv, held) step of each key held
-        self.past = [nothing for _ in range(c.n_layer)]                  # (S, nkv, held) its score so far, of ALL_QUERIES
+        # the last queries, that of step u in slot u % voters
+        self.queries = torch.zeros(c.n_layer, S, voters, c.n_head, c.head_size, **like)
+        nothing = torch.zeros(S, c.n_kv_head, 0, device=like["device"])
+        # by layer (S, nkv, held): step at which each key was born; its score so far (ALL_QUERIES)
+        self.born = [nothing.long()] * c.n_layer
+        self.past = [nothing] * c.n_layer
 
     def evict_responses(self, t):
-        """Call when t response tokens were fed: every `period` steps, drop response keys beyond the budget and log it."""
+        """Call when t response tokens were fed: every `period` steps, drop what is too much."""
         e = self.eviction
         if e.response_budget is None or t % e.period:
             return
@@ -251,47 +314,59 @@ class KVCache:
 
     def evict_layer(self, layer, t):
         """Score the keys held, log which die, move those that stay to the first slots."""
-        e, adds_up = self.eviction, self.eviction.method in ALL_QUERIES
+        e, K = self.eviction, self.eviction.response_budget
+        adds_up = e.method in ALL_QUERIES
         S, nkv, held = self.born[layer].shape
-        n = held + e.period                                                                          # keys held now
-        new = torch.arange(t - e.period, t, device=self.t.device).expand(S, nkv, -1)
-        born = torch.cat((self.born[layer], new), dim=2)                                             # (S, nkv, n)
-        if n > e.response_budget or adds_up:
-            steps = torch.arange(t - self.queries.shape[2], t, device=self.t.device)
-            q = self.queries[layer][:, steps % self.queries.shape[2]]                                # (S, voters, nh, hs)
-            k = self.response_k[layer][:, :, :n].transpose(1, 2)                                     # (S, n, nkv, hs)
-            score = self.scores(layer, t, q, k, self.prompt_mass(layer, q))                          # (S, nkv, n)
+        n = held + e.period                                              # keys held now
+        fresh = torch.arange(t - e.period, t, device=self.t.device).expand(S, nkv, -1)
+        born = torch.cat((self.born[layer], fresh), dim=2)               # (S, nkv, n)
+        if n > K or adds_up:
+            voters = self.queries.shape[2]
+            steps = torch.arange(t - voters, t, device=self.t.device)
+            q = self.queries[layer][:, steps % voters]                   # (S, voters, nh, hs)
+            k = self.response_k[layer][:, :, :n].transpose(1, 2)         # (S, n, nkv, hs)
+            elsewhere = self.prompt_mass(layer, q)                       # (S, nh, voters)
+            score = self.scores(layer, t, q, k, elsewhere=elsewhere)     # (S, nkv, n)
         if adds_up:
             score = score + F.pad(self.past[layer], (0, e.period))
             self.past[layer] = score
-        if n > e.response_budget:
-            slots = keep(score, e.response_budget, e.window, sinks=0)                                # (S, nkv, K)
+        if n > K:
+            stay = keep(score, K, e.window, sinks=0)                     # (S, nkv, K) slots
             never = self.until.shape[3]
-            dies = torch.full_like(born, t).scatter_(2, slots, never)                                # step t - 1 was the last to see it
+            dies = torch.full_like(born, t).scatter_(2, stay, never)     # step t - 1 saw it last
             self.until[layer].scatter_(2, born, dies.int())
-            index = slots[..., None].expand(-1, -1, -1, self.config.head_size)                       # (S, nkv, K, hs)
+            index = stay[..., None].expand(-1, -1, -1, self.config.head_size)
             for store in (self.response_k[layer], self.response_v[layer]):
-                store[:, :, :e.response_budget] = store.gather(2, index)
-            born = born.gather(2, slots)
+                store[:, :, :K] = store.gather(2, index)
+            born = born.gather(2, stay)
             if adds_up:
-                self.past[layer] = score.gather(2, slots)
+                self.past[layer] = score.gather(2, stay)
         self.born[layer] = born
 
     def prompt_mass(self, layer, q):
-        """q (S, W, nh, hs) -> (S, nh, W) fp32: log-sum-exp of the queries' scores on their prompt's kept keys."""
+        """q (S, W, nh, hs) -> (S, nh, W) fp32: log-sum-exp of scores on the prompt's kept keys."""
         (S, W, nh, hs), (B, nkv, K, _) = q.shape, self.prompt_k[layer].shape
-        q = q.view(B, S // B, W, nkv, nh // nkv, hs).permute(0, 3, 1, 4, 2, 5)                       # (B, nkv, G, group, W, hs)
-        padding = torch.arange(K, device=q.device) >= self.prompt_filled[layer][..., None]           # (B, nkv, K)
+        q = q.view(B, S // B, W, nkv, nh // nkv, hs).permute(0, 3, 1, 4, 2, 5)
+        padding = torch.arange(K, device=q.device) >= self.prompt_filled[layer][..., None]
         mass = []
         for b in range(B):
-            s = matmul32(q[b].flatten(1, 3), self.prompt_k[layer][b].transpose(1, 2)) * hs ** -0.5   # (nkv, G * group * W, K)
+            k = self.prompt_k[layer][b].transpose(1, 2)                  # (nkv, hs, K)
+            s = matmul32(q[b].flatten(1, 3), k) * hs ** -0.5             # (nkv, G * group * W, K)
             s = s.masked_fill(padding[b, :, None], float("-inf"))
-            mass.append(s.logsumexp(-1).view(nkv, S // B, -1, W))                                    # (nkv, G, group, W)
+            mass.append(s.logsumexp(-1).view(nkv, S // B, -1, W))        # (nkv, G, group, W)
         return torch.stack(mass).transpose(1, 2).reshape(S, nh, W)
 
     def kept_positions(self):
-        """The log of the prompts, one entry per prompt: (L, nkv, K) int64, or a list of (nkv, K) where layers keep different numbers."""
-        return [torch.stack(layers) if len({x.shape for x in layers}) == 1 else layers for layers in self.kept]
+        """The log of each prompt: (L, nkv, K) int64 where all layers and KV heads keep equally
+        many, else lists [layer][KV head] of (K,). Index either by layer and KV head."""
+        out = []
+        for P, layers in zip(self.lengths, self.kept):
+            if self.eviction.spread in BY_HEAD:
+                layers = [[kept[kept < P] for kept in heads] for heads in layers]
+            elif len({heads.shape for heads in layers}) == 1:
+                layers = torch.stack(layers)
+            out.append(layers)
+        return out
 
     def nbytes(self):
         """Bytes of storage that hold keys and values, counted from the storages themselves."""
@@ -300,27 +375,27 @@ class KVCache:
         return sum(storages.values())
 
 
-# what the scores are made of, a slice at a time: the attention of many queries on a long prompt would not fit
+# What scores are made of, a slice at a time: attention of many queries to a long prompt is large
 
-SCORE_BYTES = 32 * 2**20  # fp32 attention (or similarity) held at a time, twice
+SCORE_BYTES = 32 * 2**20  # fp32 attention (or similarity) held at a time, about twice
 
 
 def received(q, k, elsewhere=None):
     """attention(q, k, elsewhere) summed over its queries -> (nkv, group, n)"""
     (W, nh, _), (n, nkv, _) = q.shape, k.shape
     group = nh // nkv
-    heads = max(1, SCORE_BYTES // (4 * group * W * n))                                # KV heads at a time
-    rows = max(1, min(W, SCORE_BYTES // (4 * group * n)))                             # and, of one head, queries
+    heads = max(1, SCORE_BYTES // (4 * group * W * n))                   # KV heads at a time
+    rows = max(1, min(W, SCORE_BYTES // (4 * group * n)))                # and, of one head, queries
     total = []
     for h in range(0, nkv, heads):
-        mine = slice(h * group, (h + heads) * group)                                  # query heads
+        mine = slice(h * group, (h + heads) * group)                     # query heads
         part = 0
         for lo in range(0, W, rows):
             hi = min(lo + rows, W)
-            seen = n - W + hi                                                         # later keys are seen by none of these rows
+            seen = n - W + hi                                            # none of these sees more
             z = None if elsewhere is None else elsewhere[mine, lo:hi]
-            att = attention(q[lo:hi, mine], k[:seen, h:h + heads], z)                 # (heads, group, rows, seen)
-            part = part + F.pad(att.sum(2), (0, n - seen))                            # (heads, group, n)
+            att = attention(q[lo:hi, mine], k[:seen, h:h + heads], z)
+            part = part + F.pad(att.sum(2), (0, n - seen))               # (heads, group, n)
         total.append(part)
     return torch.cat(total)
 
@@ -331,19 +406,19 @@ def max_pool(x, pool):
 
 
 def similarity(k, similar=0.5):
-    """Mean cosine similarity of each key to all, (nkv, n): of those more than `similar` to it, the latest is not counted, so that of
-    many alike the latest stays (R-KV)."""
-    k = F.normalize(widen(k), dim=-1).transpose(0, 1)                                 # (nkv, n, hs)
+    """Mean cosine similarity of each key to all, (nkv, n). For each key the latest of those more
+    than `similar` to it is not counted, so that of many alike the latest stays (R-KV)."""
+    k = F.normalize(widen(k), dim=-1).transpose(0, 1)                    # (nkv, n, hs)
     nkv, n, _ = k.shape
-    born = torch.arange(n, device=k.device)
+    row = torch.arange(n, device=k.device)
     heads, rows = max(1, SCORE_BYTES // (4 * n * n)), max(1, min(n, SCORE_BYTES // (4 * n)))
     total = []
     for part in k.split(heads):
         mean = 0
         for lo in range(0, n, rows):
-            s = part[:, lo:lo + rows] @ part.transpose(1, 2)                          # (heads, rows, n)
-            s = s.masked_fill(born == born[lo:lo + rows, None], 0)                    # not with itself
-            latest = torch.where(s > similar, born, 0).amax(-1, keepdim=True)         # key 0 where none is, as in R-KV's code
-            mean = mean + s.scatter(-1, latest, 0.0).sum(1) / n                       # (heads, n)
+            s = part[:, lo:lo + rows] @ part.transpose(1, 2)             # (heads, rows, n)
+            s = s.masked_fill(row == row[lo:lo + rows, None], 0)         # not with itself
+            latest = torch.where(s > similar, row, 0).amax(-1, keepdim=True)  # key 0 if none is
+            mean = mean + s.scatter(-1, latest, 0.0).sum(1) / n          # (heads, n)
         total.append(mean)
     return torch.cat(total)

@@ -1,21 +1,24 @@
 """
-A decoder-only transformer that reads real Hugging Face checkpoints: Llama (Llama 2/3.x, SmolLM2),
-Qwen2/2.5, Qwen3.
+A decoder-only transformer that reads real Hugging Face checkpoints: Llama (Llama 2/3.x,
+SmolLM2), Qwen2/2.5, Qwen3.
 
-The idea. Attention is the only place where tokens meet, so this file leaves it to the caller.
-There is no batch dimension: `model(ids (N,), pos (N,), attend)` maps N tokens to N hidden states and
-hands each layer's rotated queries, keys and values to `attend(layer, q, k, v)`. Prefill, decoding
-and the learner differ only in the function they pass; there a Shadow Mask enters the learner.
+The idea. Attention is the only place where tokens meet, so this file leaves it to the
+caller. There is no batch dimension: `model(ids (N,), pos (N,), attend)` maps N tokens to N
+hidden states and hands each layer's rotated queries, keys and values to
+`attend(layer, q, k, v)`. Prefill, decoding and the learner differ only in the function they
+pass; there a Shadow Mask enters the learner.
 
-What stands between the matrix products (RMSNorm, rotation, SwiGLU) is written out below; on a GPU
-the kernels of fast/fused.py compute the same.
+What stands between the matrix products (RMSNorm, rotation, SwiGLU) is written out below; on
+a GPU the kernels of fast/fused.py compute the same.
 
-Left out on purpose: dropout, sliding windows, mixture of experts, YaRN and other RoPE scalings but
-Llama 3's (all refused by name), quantised weights, sentencepiece models' tokenizers.
+Left out on purpose: dropout, sliding windows, mixture of experts, YaRN and other RoPE
+scalings but Llama 3's (all refused by name), quantised weights, sentencepiece models'
+tokenizers.
 
-Parameter names are those of the checkpoint without the leading "model.", so loading is a strict
-comparison of names and shapes and saving is its inverse. q, k, v and gate, up are joined into one
-matrix each (`tensors` takes them apart): two wide products are faster than five narrow ones.
+Parameter names are those of the checkpoint without the leading "model.", so loading is a
+strict comparison of names and shapes and saving is its inverse. q, k, v and gate, up are
+joined into one matrix each (`tensors` takes them apart): two wide products are faster than
+five narrow ones.
 
 References: Llama 3 (arXiv 2407.21783), Qwen2.5 (2412.15115), Qwen3 (2505.09388), RMSNorm
 (1910.07467), RoPE (2104.09864), SwiGLU (2002.05202).
@@ -161,8 +164,8 @@ def read_rope(raw):
 
 
 def rope_frequencies(config):
-    """Radians per position of each rotated pair, (hs/2,) fp32. Raises ValueError for a rope_type
-    that is neither "default" nor "llama3", which stretches slow pairs."""
+    """Radians per position of each rotated pair, (hs/2,) fp32. Raises ValueError for a
+    rope_type that is neither "default" nor "llama3", which stretches slow pairs."""
     rope, hs = config.rope, config.head_size
     exponent = torch.arange(0, hs, 2, dtype=torch.int64).float() / hs  # (hs/2,)
     freq = rope["rope_theta"] ** -exponent
@@ -265,8 +268,6 @@ class MLP(nn.Module):
 
 
 class Block(nn.Module):
-    """x = x + attention(norm(x)), then x = x + mlp(norm(x))."""
-
     def __init__(self, c, layer):
         super().__init__()
         self.layer = layer
@@ -277,10 +278,12 @@ class Block(nn.Module):
 
     def forward(self, x, cos, sin, attend, slices=True):
         """x (N, C) -> (N, C). slices: long inputs pass the MLP a slice at a time."""
+        # x = x + attention(norm(x))
         q, k, v = self.self_attn(self.input_layernorm(x), cos, sin)         # (N, nh or nkv, hs)
         y = attend(self.layer, q, k, v).flatten(1)                          # (N, nh * hs)
         x = add_product(x, y, self.self_attn.o_proj)                        # x + o_proj(y)
         del q, k, v, y  # those of a long prompt are large
+        # x = x + mlp(norm(x))
         if slices:
             return in_slices(self.add_mlp, x)
         return self.add_mlp(x)
@@ -291,8 +294,8 @@ class Block(nn.Module):
 
 
 def add_product(x, y, linear):
-    """x + linear(y), (N, C): the product adds to the residual stream as it is written, and where no
-    gradient is recorded it writes into x itself."""
+    """x + linear(y), (N, C): the product adds to the residual stream as it is written, and
+    where no gradient is recorded it writes into x itself."""
     if linear.bias is not None:
         x = x + linear.bias
     if torch.is_grad_enabled():
@@ -301,11 +304,11 @@ def add_product(x, y, linear):
 
 
 def in_slices(f, x):
-    """f(x) for an f that treats rows x (N, C) -> (N, C) alone, MLP_ROWS rows at a time: the inner
-    width of an MLP is the largest around. Without gradients the result goes into x.
+    """f(x) for an f that treats rows x (N, C) -> (N, C) alone, MLP_ROWS rows at a time: the
+    inner width of an MLP is the largest around. Without gradients the result goes into x.
 
-    With gradients a slice is computed once more in the backward pass; slices are then 8 times as
-    long, for fewer launches."""
+    With gradients a slice is computed once more in the backward pass; slices are then 8
+    times as long, for fewer launches."""
     if torch.is_grad_enabled():
         if len(x) <= 8 * MLP_ROWS:
             return f(x)
@@ -320,7 +323,7 @@ def in_slices(f, x):
 class Transformer(nn.Module):
     """`model(ids (N,), pos (N,), attend)` -> hidden states (N, C), normalised, for `model.logits`.
 
-    ids, pos: int64 on the model's device; pos are true positions (RoPE), whatever row a token is in.
+    ids, pos: int64 on the model's device; pos are true positions (RoPE), whatever the rows are.
     attend(layer, q (N, nh, hs), k (N, nkv, hs), v (N, nkv, hs)) -> (N, nh, hs)."""
 
     def __init__(self, config):
@@ -343,8 +346,9 @@ class Transformer(nn.Module):
         return self
 
     def forward(self, ids, pos, attend, checkpointing=False):
-        """checkpointing: keep one hidden state a layer for the backward pass and compute the rest
-        again: less memory, a fifth more time (measured on an H100 at 1.5B parameters)."""
+        """checkpointing: keep one hidden state a layer for the backward pass and compute
+        the rest again: less memory, a fifth more time (measured on an H100 at 1.5B
+        parameters)."""
         with torch.cuda.device_of(ids):  # Triton launches on the current card, which may be another
             return self.run_layers(ids, pos, attend, checkpointing)
 
@@ -363,8 +367,8 @@ class Transformer(nn.Module):
         return self.norm(x)
 
     def tensors(self):
-        """{name in the checkpoint, without the leading "model.": tensor}, detached; parts of the
-        joined matrices are slices of them."""
+        """{name in the checkpoint, without the leading "model.": tensor}, detached; parts
+        of the joined matrices are slices of them."""
         c = self.config
         out = {}
         for name, p in self.named_parameters():
@@ -388,8 +392,8 @@ class Transformer(nn.Module):
         return layer.weight[:self.vocab_used]
 
     def logits(self, hidden):
-        """hidden (n, C) -> fp32 logits (n, vocab_used). Few rows at a time: n x V is the largest
-        tensor around. The learner, which has many, calls fast.head.head_rows."""
+        """hidden (n, C) -> fp32 logits (n, vocab_used). Few rows at a time: n x V is the
+        largest tensor around. The learner, which has many, calls fast.head.head_rows."""
         return Head.apply(hidden, self.head)
 
     @property
@@ -402,12 +406,12 @@ class Transformer(nn.Module):
 
     @classmethod
     def from_pretrained(cls, path, device="cpu", dtype=torch.float32):
-        """Load a Hugging Face checkpoint from a folder or, if there is no such folder, from the hub
-        under that name.
+        """Load a Hugging Face checkpoint from a folder or, if there is no such folder, from
+        the hub under that name.
 
-        Raises ValueError or FileNotFoundError, naming the culprit, for an unknown architecture or
-        rope_type, a missing or truncated file, and any tensor that is missing, unused or of the
-        wrong shape."""
+        Raises ValueError or FileNotFoundError, naming the culprit, for an unknown
+        architecture or rope_type, a missing or truncated file, and any tensor that is
+        missing, unused or of the wrong shape."""
         path = find_checkpoint(path)
         config = read_config(os.path.join(path, "config.json"), device)
         with torch.device("meta"):  # no memory, no initial weights: all come from the checkpoint
@@ -421,7 +425,8 @@ class Transformer(nn.Module):
 
     def save_pretrained(self, path):
         """Write config.json and model.safetensors into folder `path`, as transformers'
-        AutoModelForCausalLM reads them. The weights appear whole or not at all. Raises OSError."""
+        AutoModelForCausalLM reads them. The weights appear whole or not at all. Raises
+        OSError."""
         from safetensors import SafetensorError
         from safetensors.torch import save_file
         os.makedirs(path, exist_ok=True)
@@ -508,8 +513,8 @@ def read_tensors(path, model):
 
 
 def read_safetensors(path):
-    """Yield (name, tensor) from model.safetensors or, without it, from the shards that the index
-    lists; no stray file is read."""
+    """Yield (name, tensor) from model.safetensors or, without it, from the shards that the
+    index lists; no stray file is read."""
     from safetensors import SafetensorError, safe_open
     weight_map = read_index(path)
     files = sorted(set(weight_map.values())) if weight_map else ["model.safetensors"]
@@ -520,7 +525,7 @@ def read_safetensors(path):
             raise FileNotFoundError(f"{file} is missing{why}")
         try:
             with safe_open(file, framework="pt") as f:
-                for key in f.keys():
+                for key in f.keys():  # noqa: SIM118, a handle is no dict
                     if weight_map is None or weight_map.get(key) == name:
                         yield key, f.get_tensor(key)
         except SafetensorError as e:

@@ -1,4 +1,5 @@
-# Qwen2.5-0.5B-Instruct chains two facts in about 1,000 tokens of filler while the sampler keeps 1/17 of the prompt's keys
+# Qwen2.5-0.5B-Instruct chains two facts in about 1,000 tokens of filler while the sampler keeps
+# 1/17 of the prompt's keys
 model = "Qwen/Qwen2.5-0.5B-Instruct"
 out_dir = "out-qwen2.5"
 task = "own"

@@ -1,4 +1,5 @@
-# SmolLM2-135M-Instruct finds one number in about 1,000 tokens of filler while the sampler keeps 1/17 of the prompt's keys
+# SmolLM2-135M-Instruct finds one number in about 1,000 tokens of filler while the sampler keeps
+# 1/17 of the prompt's keys
 model = "HuggingFaceTB/SmolLM2-135M-Instruct"
 out_dir = "out-smollm2"
 task = "needle"

@@ -1,21 +1,27 @@
 """
-Makes the small checkpoint in data/tiny/ from nothing: a tokenizer, a Qwen3-shaped model of 1.1 M parameters, its training.
+Makes the small checkpoint in data/tiny/ from nothing: a tokenizer, a Qwen3-shaped model of
+1.1 M parameters, its training.
 
-    python data/pretrain.py [FOLDER]      # data/tiny unless named
+    python -m data.pretrain [FOLDER]      # data/tiny unless named
 
-The idea. The checkpoint should look up a code in a list of facts, but not surely: RL needs something to improve. On real
-prompts right after copying the model stays at "some code of the list". A curriculum helps:
-1. copying. Rows of random tokens in which one span stands twice, at other places in every row, until the model continues the
-   second occurrence: this forms the induction circuit (what came after this token the last time?).
-2. the task with gaps closed. " apple is 4817" answers "apple?" by induction only if nothing stands between key and code. So
-   rows first lose all tokens but keys, digits and the stop token, then, as accuracy allows, fewer and fewer kinds of them,
-   until they are the real prompts. Each list of facts is asked about several times, to be efficient.
-Training ends early on purpose, when a third of the sampled answers to held-out problems (most of the greedy ones) are right.
+The idea. The checkpoint should look up a code in a list of facts, but not surely: RL needs
+something to improve. On real prompts right after copying the model stays at "some code of the
+list". A curriculum helps:
+1. copying. Rows of random tokens in which one span stands twice, at other places in every row,
+   until the model continues the second occurrence: this forms the induction circuit (what came
+   after this token the last time?).
+2. the task with gaps closed. " apple is 4817" answers "apple?" by induction only if nothing stands
+   between key and code. So rows first lose all tokens but keys, digits and the stop token, then,
+   as accuracy allows, fewer and fewer kinds of them, until they are the real prompts. Each list of
+   facts is asked about several times, to be efficient.
+Training ends early on purpose, when a third of the sampled answers to held-out problems (most of
+the greedy ones) are right.
 
-data/tiny: this command, seed 0, 2 threads, 1,133 steps, 6.8 minutes on two CPU cores, bit for bit the same when repeated at
-commit 61f81a6; later ones sum in another order.
-Held-out prompts of up to 192 tokens, dense cache: a sampled answer (temperature 1) is right with probability 0.338, the greedy one
-in 0.828 of 128 (data/pretrain.log). Another number of threads rounds differently, and the result differs a little.
+data/tiny: this command, seed 0, 2 threads, 1,133 steps, 6.8 minutes on two CPU cores, bit
+for bit the same when repeated at commit 61f81a6; later ones sum in another order. Held-out
+prompts of up to 192 tokens, dense cache: a sampled answer (temperature 1) is right with
+probability 0.338, the greedy one in 0.828 of 128 (data/pretrain.log). Another number of
+threads rounds differently, and the result differs a little.
 
 Left out on purpose: learning-rate decay, validation loss, resuming.
 """
@@ -29,30 +35,54 @@ import time
 import torch
 import torch.nn.functional as F
 
-HERE = os.path.dirname(os.path.abspath(__file__))
-sys.path.insert(0, os.path.dirname(HERE))
-from data import tasks  # noqa: E402
-from model import Config, Transformer  # noqa: E402
-from data.tokenizer import BYTE_OF, Tokenizer  # noqa: E402
+from data import tasks
+from data.tokenizer import BYTE_OF, Tokenizer
+from model import Config, Transformer
+
+TINY = os.path.join(os.path.dirname(os.path.abspath(__file__)), "tiny")
 
 seed = 0
-shape = dict(hidden_size=128, intermediate_size=384, num_hidden_layers=4, num_attention_heads=4, num_key_value_heads=2,
-             head_dim=32)
-learning_rate, weight_decay, clip, warmup = 2e-3, 0.01, 1.0, 50  # the rate is halved in stage 2
-copy_rows, copy_length = 64, 72      # stage 1: rows and tokens per row
-copy_until = 0.95                    # ... ends when this fraction of copied tokens is right (running mean)
-task_rows, questions = 32, 6         # stage 2: lists of facts per step, questions about each
-shortest, longest = 60, 210          # ... prompt lengths in tokens before tokens are removed; the default prompt has 192
-fewer_at, fewer = 0.85, 0.01         # ... above this running mean of right answer tokens, each step removes that much less
-eval_tokens, target = 192, 0.33      # training ends when sampled answers to held-out prompts of this length reach the target
+shape = dict(hidden_size=128, intermediate_size=384, num_hidden_layers=4, num_attention_heads=4,
+             num_key_value_heads=2, head_dim=32)
+learning_rate = 2e-3     # halved in stage 2
+weight_decay = 0.01
+clip = 1.0               # largest gradient norm
+warmup = 50              # steps, in both stages
+# stage 1
+copy_rows = 64
+copy_length = 72         # tokens per row
+copy_until = 0.95        # it ends when this fraction of copied tokens is right (running mean)
+# stage 2
+task_rows = 32           # lists of facts per step
+questions = 6            # about each of them
+shortest = 60            # prompt lengths before tokens are removed, in tokens
+longest = 210            # the default prompt has 192
+fewer_at = 0.85          # above this running mean of right answer tokens ...
+fewer = 0.01             # ... each step removes that much less
+# training ends when sampled answers to held-out prompts of this length reach the target
+eval_tokens = 192
+target = 0.33
+
 STOP = "<|end|>"
-SPLIT = (r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+"
-         r"|\s+(?!\S)|\s+")  # Llama-3's: numbers fall into groups of up to three digits
+# Llama-3's: numbers fall into groups of up to three digits
+SPLIT = (r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}"
+         r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+")
 
 
-def build_tokenizer():
-    """-> tokenizer.json as a dict. Byte-level BPE made by hand: 256 bytes, all numbers of two and three digits, and every
-    word that a task writes, letter by letter from its start, so that no merge begins inside a word. Ids are in merge order."""
+def words_of_tasks():
+    """Every word that a task writes, those after a space first: else the merges of words
+    that start a line would be tried inside them."""
+    problems = [tasks.problem(t, "train", 0, 0, tokens=60, encode=str.split) for t in tasks.TASKS]
+    text = "\n".join([*tasks.FILLER, *(p.text for p in problems), "Answer"])
+    text += " " + " ".join(tasks.FILLER + tasks.THINGS + tasks.KINDS + tasks.PLACES + tasks.NAMES)
+    inside, first = re.findall(" [A-Za-z]+", text), re.findall("^[A-Za-z]+", text, re.MULTILINE)
+    return sorted(set(inside)) + sorted(set(first))
+
+
+def merged_tokens():
+    """-> vocabulary (token -> id), merges: byte-level BPE made by hand. 256 bytes, all
+    numbers of two and three digits, and every word that a task writes, letter by letter
+    from its start, so that no merge begins inside a word. Ids are in merge order."""
     char = {b: c for c, b in BYTE_OF.items()}
     vocab, merges = {char[b]: b for b in range(256)}, []
 
@@ -65,45 +95,64 @@ def build_tokenizer():
         merge(*f"{n:02d}")
     for n in range(1000):
         a, b, c = f"{n:03d}"
-        merge(*((a, b + c) if b + c < a + b else (a + b, c)))  # the pair with the lower id merges first
-    text = "\n".join([*tasks.FILLER, *(tasks.problem(t, "train", 0, 0, 60, str.split).text for t in tasks.TASKS), "Answer"])
-    text += " " + " ".join(tasks.FILLER + tasks.THINGS + tasks.KINDS + tasks.PLACES + tasks.NAMES)
-    # words after a space come first: else the merges of words that start a line would be tried inside them
-    for word in sorted(set(re.findall(" [A-Za-z]+", text))) + sorted(set(re.findall("^[A-Za-z]+", text, re.M))):
-        word = word.replace(" ", char[32])
-        for i in range(1, len(word)):
-            merge(word[:i], word[i])
-    stop = dict(id=len(vocab), content=STOP, special=True, normalized=False, single_word=False, lstrip=False, rstrip=False)
-    byte_level = dict(type="ByteLevel", add_prefix_space=False, trim_offsets=True, use_regex=False)
+        if b + c < a + b:  # the pair with the lower id merges first
+            merge(a, b + c)
+        else:
+            merge(a + b, c)
+    for word in words_of_tasks():
+        spelt = word.replace(" ", char[32])
+        for i in range(1, len(spelt)):
+            merge(spelt[:i], spelt[i])
+    return vocab, merges
+
+
+def build_tokenizer():
+    """-> tokenizer.json as a dict"""
+    vocab, merges = merged_tokens()
+    stop = dict(id=len(vocab), content=STOP, special=True, normalized=False, single_word=False,
+                lstrip=False, rstrip=False)
     split = dict(type="Split", pattern=dict(Regex=SPLIT), behavior="Isolated", invert=False)
-    bpe = dict(type="BPE", dropout=None, unk_token=None, continuing_subword_prefix=None, end_of_word_suffix=None, fuse_unk=False,
-               byte_fallback=False, ignore_merges=False, vocab=vocab, merges=merges)
+    byte_level = dict(type="ByteLevel", add_prefix_space=False, trim_offsets=True, use_regex=False)
+    bpe = dict(type="BPE", dropout=None, unk_token=None, continuing_subword_prefix=None,
+               end_of_word_suffix=None, fuse_unk=False, byte_fallback=False, ignore_merges=False,
+               vocab=vocab, merges=merges)
     return dict(version="1.0", truncation=None, padding=None, added_tokens=[stop], normalizer=None,
-                pre_tokenizer=dict(type="Sequence", pretokenizers=[split, byte_level]), post_processor=None,
-                decoder=byte_level, model=bpe)
+                pre_tokenizer=dict(type="Sequence", pretokenizers=[split, byte_level]),
+                post_processor=None, decoder=byte_level, model=bpe)
 
 
 def new_model(raw):
-    """Random weights. Embeddings have length about 1, so that a copied token stands out among the logits from the start."""
+    """Random weights. Embeddings have length about 1, so that a copied token stands out
+    among the logits from the start."""
     model = Transformer(Config.from_dict(raw))
     for name, p in model.named_parameters():
-        if p.dim() == 2:  # what a branch adds to the residual is smaller, so that depth does not blow up the sum
-            torch.nn.init.normal_(p, std=p.shape[1] ** -0.5 * (0.35 if "o_proj" in name or "down_proj" in name else 1.0))
+        if p.dim() < 2:
+            continue
+        std = p.shape[1] ** -0.5
+        # what a branch adds to the residual is smaller, so that depth does not blow up the
+        # sum
+        if "o_proj" in name or "down_proj" in name:
+            std *= 0.35
+        torch.nn.init.normal_(p, std=std)
     return model
 
 
-def attend(rows):
-    """Plain causal attention for `rows` sequences of equal length that stand one after the other."""
-    def f(layer, q, k, v):
-        q, k, v = (x.view(rows, -1, *x.shape[1:]).transpose(1, 2) for x in (q, k, v))            # (rows, heads, T, hs)
+def causal(rows):
+    """Plain causal attention for `rows` sequences of equal length that stand one after the
+    other."""
+    def attend(layer, q, k, v):
+        # (rows, heads, T, hs), keys and values repeated for the query heads that share them
+        q, k, v = (x.unflatten(0, (rows, -1)).transpose(1, 2) for x in (q, k, v))
         k, v = (x.repeat_interleave(q.shape[1] // k.shape[1], 1) for x in (k, v))
-        return F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(0, 1)  # (rows * T, nh, hs)
-    return f
+        out = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        return out.transpose(1, 2).flatten(0, 1)                               # (rows * T, nh, hs)
+    return attend
 
 
 def copy_batch(rng, words):
-    """Stage 1 -> ids (rows, T), mask (rows, T) of the tokens that repeat what followed before. Lengths and places differ from
-    row to row: one fixed distance would be learnt as just that distance."""
+    """Stage 1 -> ids (rows, T), mask (rows, T) of the tokens that repeat what followed
+    before. Lengths and places differ from row to row: one fixed distance would be learnt as
+    just that."""
     ids = words[torch.randint(len(words), (copy_rows, copy_length), generator=rng)]
     mask = torch.zeros_like(ids, dtype=torch.bool)
     for row, m in zip(ids, mask):
@@ -114,45 +163,61 @@ def copy_batch(rng, words):
     return ids, mask
 
 
+def task_row(rng, problem, tok, removed, kept):
+    """One list of facts and several questions about it -> list of (token, part of an
+    answer?). Every kind of token that is not in `kept` is missing with probability
+    `removed`; the same kinds throughout the row, so that what follows what can be told from
+    it."""
+    encode, stop = tasks.prompt_encoder(tok), tok.stop_ids[0]
+    facts, question = problem.text.split("\n")
+    pairs = re.findall(r"The code for ([^.]+) is (\d+)\.", facts)
+    asked = next(pair for pair in pairs if f"for {pair[0]}?" in question)
+    others = [pair for pair in pairs if pair != asked]
+    row = []
+    for key, code in [asked] + rng.sample(others, min(questions, len(pairs)) - 1):
+        text = "\n" + question.replace(asked[0], key)
+        if not row:
+            text = facts + text
+        row += [(t, False) for t in encode(text)]
+        row += [(t, True) for t in tok.encode(" " + code) + [stop]]
+    gone = {t for t in sorted({t for t, _ in row} - kept) if rng.random() < removed}
+    return [(t, answer) for t, answer in row if t not in gone]
+
+
 def task_batch(step, tok, removed, kept):
-    """Stage 2 -> ids (rows, T), mask (rows, T) of the answers' tokens. In each row every kind of token that is not in `kept` is
-    missing with probability `removed`; the same kinds throughout a row, so that what follows what can be told from it."""
-    rng, encode, stop = random.Random(f"{seed}/{step}"), tasks.prompt_encoder(tok), tok.stop_ids[0]
+    """Stage 2 -> ids (rows, T), mask (rows, T) of the answers' tokens."""
+    rng, encode = random.Random(f"{seed}/{step}"), tasks.prompt_encoder(tok)
     tokens, rows = rng.randint(shortest, longest), []
     for i in range(task_rows):
-        p = tasks.problem("kv", "train", seed, step * task_rows + i, tokens, encode)
-        facts, question = p.text.split("\n")
-        pairs = re.findall(r"The code for ([^.]+) is (\d+)\.", facts)
-        asked = next(pair for pair in pairs if f"for {pair[0]}?" in question)
-        row = []  # (token, part of an answer)
-        for key, code in [asked] + rng.sample([pair for pair in pairs if pair != asked], min(questions, len(pairs)) - 1):
-            text = ("" if row else facts) + "\n" + question.replace(asked[0], key)
-            row += [(t, False) for t in encode(text)] + [(t, True) for t in tok.encode(" " + code) + [stop]]
-        gone = {t for t in sorted({t for t, _ in row} - kept) if rng.random() < removed}
-        rows.append([(t, m) for t, m in row if t not in gone])
+        index = step * task_rows + i
+        p = tasks.problem("kv", "train", seed, index, tokens=tokens, encode=encode)
+        rows.append(task_row(rng, p, tok, removed=removed, kept=kept))
     T = max(map(len, rows))
-    rows = torch.tensor([row + [(stop, False)] * (T - len(row)) for row in rows])
-    return rows[..., 0], rows[..., 1].bool()
+    padding = (tok.stop_ids[0], False)
+    both = torch.tensor([row + [padding] * (T - len(row)) for row in rows])  # (rows, T, 2)
+    return both[..., 0], both[..., 1].bool()
 
 
 def loss_on(model, ids, mask):
     """-> mean cross-entropy of the masked tokens, fraction of them predicted rightly"""
     rows, T = ids.shape
-    hidden = model(ids.flatten(), torch.arange(T).repeat(rows), attend(rows)).view(rows, T, -1)
-    logits, gold = model.logits(hidden[:, :-1][mask[:, 1:]]), ids[:, 1:][mask[:, 1:]]
+    hidden = model(ids.flatten(), torch.arange(T).repeat(rows), causal(rows))  # (rows * T, C)
+    hidden, gold = hidden.view(rows, T, -1)[:, :-1][mask[:, 1:]], ids[:, 1:][mask[:, 1:]]
+    logits = model.logits(hidden)                                              # (masked, V)
     return F.cross_entropy(logits, gold), (logits.argmax(-1) == gold).float().mean().item()
 
 
 @torch.no_grad()
 def evaluate(model, tok, n=128):
-    """Held-out problems, dense cache -> mean probability of sampling the answer and its stop token (exact), greedy accuracy."""
+    """Held-out problems, dense cache -> mean probability of sampling the answer and its
+    stop token (exact), greedy accuracy."""
     encode, sampled, greedy = tasks.prompt_encoder(tok), 0.0, 0.0
     for i in range(n):
-        p = tasks.problem("kv", "eval", seed, i, eval_tokens, encode)
+        p = tasks.problem("kv", "eval", seed, i, tokens=eval_tokens, encode=encode)
         prompt, answer = encode(p.text), tok.encode(" " + p.answer) + [tok.stop_ids[0]]
         ids = torch.tensor(prompt + answer)
-        hidden = model(ids, torch.arange(len(ids)), attend(1))[len(prompt) - 1:-1]
-        logp = model.logits(hidden).log_softmax(-1)
+        hidden = model(ids, torch.arange(len(ids)), causal(1))[len(prompt) - 1:-1]
+        logp = model.logits(hidden).log_softmax(-1)                            # (answer, V)
         sampled += logp[range(len(answer)), answer].sum().exp().item() / n
         greedy += float(logp.argmax(-1).tolist() == answer) / n
     return sampled, greedy
@@ -162,34 +227,46 @@ def write_json(folder):
     """Everything of the checkpoint but its weights. -> config.json as a dict"""
     tokenizer = build_tokenizer()
     stop = len(tokenizer["model"]["vocab"])
-    config = dict(architectures=["Qwen3ForCausalLM"], model_type="qwen3", **shape, vocab_size=stop + 1, tie_word_embeddings=True,
-                  max_position_embeddings=2048, rms_norm_eps=1e-6, rope_theta=10000.0, attention_bias=False, hidden_act="silu",
+    config = dict(architectures=["Qwen3ForCausalLM"], model_type="qwen3", **shape,
+                  vocab_size=stop + 1, tie_word_embeddings=True, max_position_embeddings=2048,
+                  rms_norm_eps=1e-6, rope_theta=10000.0, attention_bias=False, hidden_act="silu",
                   eos_token_id=stop)
-    os.makedirs(folder, exist_ok=True)
-    named = dict(tokenizer_class="PreTrainedTokenizerFast", eos_token=STOP, clean_up_tokenization_spaces=False)
+    named = dict(tokenizer_class="PreTrainedTokenizerFast", eos_token=STOP,
+                 clean_up_tokenization_spaces=False)
     sampling = dict(eos_token_id=stop, do_sample=True, temperature=1.0)
-    files = dict(config=config, tokenizer=tokenizer, tokenizer_config=named, generation_config=sampling)
+    files = dict(config=config, tokenizer=tokenizer, tokenizer_config=named,
+                 generation_config=sampling)
+    os.makedirs(folder, exist_ok=True)
     for name, content in files.items():
+        indent = None if name == "tokenizer" else 2
         with open(os.path.join(folder, name + ".json"), "w", encoding="utf-8") as f:
-            json.dump(content, f, indent=None if name == "tokenizer" else 2, ensure_ascii=False)
+            json.dump(content, f, indent=indent, ensure_ascii=False)
     return config
 
 
-def main(out_dir=os.path.join(HERE, "model")):
+def main(out_dir=TINY):
     torch.manual_seed(seed)
     raw = write_json(out_dir)
     tok, model = Tokenizer(out_dir), new_model(raw)
     keys = {tok.encode(" " + thing)[0] for thing in tasks.THINGS}
     numbers = {tok.encode(f"{n:0{d}d}")[0] for d in (1, 2, 3) for n in range(10 ** d)}
-    text = " ".join(tasks.FILLER + tasks.KINDS + tasks.PLACES + tasks.NAMES) + " code for is? Answer:"
-    words = torch.tensor(sorted(keys | numbers | set(tok.encode(text))))
-    print(f"{sum(p.numel() for p in model.parameters()):,} parameters, {len(tok)} tokens, {len(words)} of them in stage 1")
+    kept = keys | numbers | set(tok.stop_ids)  # in stage 2, whatever is removed
+    text = " ".join(tasks.FILLER + tasks.KINDS + tasks.PLACES + tasks.NAMES)
+    words = keys | numbers | set(tok.encode(text + " code for is? Answer:"))
+    words = torch.tensor(sorted(words))
+    size = sum(p.numel() for p in model.parameters())
+    print(f"{size:,} parameters, {len(tok)} tokens, {len(words)} of them in stage 1")
 
-    opt = torch.optim.AdamW(model.parameters(), lr=learning_rate, betas=(0.9, 0.98), weight_decay=weight_decay)
+    opt = torch.optim.AdamW(model.parameters(), lr=learning_rate, betas=(0.9, 0.98),
+                            weight_decay=weight_decay)
     rng, start = torch.Generator().manual_seed(seed), time.time()
-    stage, first, step, mean, removed, sampled = 1, 0, 0, 0.0, 1.0, 0.0
+    stage, first, step = 1, 0, 0  # first: the step at which the stage began
+    mean, removed, sampled = 0.0, 1.0, 0.0
     while sampled < target:
-        ids, mask = copy_batch(rng, words) if stage == 1 else task_batch(step, tok, removed, keys | numbers | set(tok.stop_ids))
+        if stage == 1:
+            ids, mask = copy_batch(rng, words)
+        else:
+            ids, mask = task_batch(step, tok, removed, kept)
         loss, right = loss_on(model, ids, mask)
         opt.zero_grad()
         loss.backward()
@@ -197,8 +274,9 @@ def main(out_dir=os.path.join(HERE, "model")):
         opt.param_groups[0]["lr"] = learning_rate / stage * min(1, (step - first + 1) / warmup)
         opt.step()
         mean = 0.9 * mean + 0.1 * right
-        line = f"step {step:4d}  stage {stage}  loss {loss.item():6.3f}  right tokens {right:.3f}  removed {removed:.2f}"
-        line += f"  {(time.time() - start) / 60:4.1f} min"
+        line = (f"step {step:4d}  stage {stage}  loss {loss.item():6.3f}  "
+                f"right tokens {right:.3f}  removed {removed:.2f}  "
+                f"{(time.time() - start) / 60:4.1f} min")
         if stage == 2 and removed < 0.5:
             sampled, greedy = evaluate(model, tok)
             print(f"{line}  held-out: sampled {sampled:.3f}  greedy {greedy:.3f}", flush=True)

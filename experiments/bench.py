@@ -1,21 +1,25 @@
 """
-How fast this code is and how much memory it takes, beside what a user would otherwise run, on the card it stands on.
+How fast this code is and how much memory it takes, beside what a user would otherwise run,
+on the card it stands on.
 
-    python bench.py attn          # the kernel: FlashAttention-2, cuDNN, FlexAttention, SDPA with a dense mask
-    python bench.py decode        # sampling: transformers' generate, dynamic and static cache
-    python bench.py learner       # forward and backward pass of one group: transformers with gradient checkpointing
-    python bench.py step          # a whole training step: TRL's GRPOTrainer
-    python bench.py memory        # peak against prompt length, and the longest prompt that fits
-    python bench.py all           # --quick: tiny shapes (all that a CPU is good for), --out=FOLDER instead of out-bench
+    python -m experiments.bench attn     # the kernel: FlashAttention-2, cuDNN, FlexAttention, SDPA
+    python -m experiments.bench decode   # sampling: transformers' generate, dynamic, static cache
+    python -m experiments.bench learner  # a group forward and backward: transformers, checkpointing
+    python -m experiments.bench step     # a whole training step: TRL's GRPOTrainer
+    python -m experiments.bench memory   # peak against prompt length, the longest prompt that fits
+    python -m experiments.bench all      # --quick: tiny shapes (all that a CPU is good for),
+                                         # --out=FOLDER instead of out-bench
 
-The idea. A ratio needs the same work on both sides and a time needs a ceiling. Models have the shape of a named checkpoint and
-random weights; for decode and learner the same on both sides, their fp32 logits compared before anything is timed; attentions
-under one mask are compared in output and gradients. "of limit" is the share that the useful bytes or floating-point operations
-make of what a plain copy of a large tensor or one large bf16 matrix product reaches in the same process. Rivals that score one
-policy say so.
+The idea. A ratio needs the same work on both sides and a time needs a ceiling. Models have
+the shape of a named checkpoint and random weights; for decode and learner the same on both
+sides, their fp32 logits compared before anything is timed; attentions under one mask are
+compared in output and gradients. "of limit" is the share that the useful bytes or
+floating-point operations make of what a plain copy of a large tensor or one large bf16
+matrix product reaches in the same process. Rivals that score one policy say so.
 
-Each part prints its tables and writes out-bench/bench-PART-CARD.json, which holds every number it printed. Left out: several GPUs,
-serving engines (a trainer must load its new weights into them at every step), quality of what is learned.
+Each part prints its tables and writes out-bench/bench-PART-CARD.json, which holds every
+number it printed. Left out: several GPUs, serving engines (a trainer must load its new
+weights into them at every step), quality of what is learned.
 """
 import argparse
 import functools
@@ -28,40 +32,74 @@ import tempfile
 import time
 import warnings
 from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from types import SimpleNamespace
 
 import torch
 import torch.nn.functional as F
-from torch.nn.attention import SDPBackend, flex_attention as flex, sdpa_kernel
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.attention import flex_attention as flex
 
 import grpo
 import rollout as sampler
+import train
+from kvcache import Eviction
 from model import Config, Transformer
 from shadow_attn import group_until, run, shadow_attention
+from support.optimizer import Masters
 
-warnings.filterwarnings("ignore", message=".*gradient_checkpointing_enable.*", category=FutureWarning)  # its new name is too new
-warnings.filterwarnings("ignore", message="flex_attention called without torch.compile", category=UserWarning)  # on purpose, on CPU
+# the new name of what this warns of is too new
+warnings.filterwarnings("ignore", message=".*gradient_checkpointing_enable.*",
+                        category=FutureWarning)
+# on purpose, on a CPU
+warnings.filterwarnings("ignore", message="flex_attention called without torch.compile",
+                        category=UserWarning)
 CUDA = torch.cuda.is_available()
 DEVICE, DTYPE = ("cuda", torch.bfloat16) if CUDA else ("cpu", torch.float32)
-WINDOW, SINKS = 32, 4  # generate's defaults
+WINDOW, SINKS = 32, 4  # Eviction's defaults
 CAP = 1_000_000        # longest prompt tried, in tokens
-SHORT = 2048           # rows a key lives where only memory is measured: attention costs no more than the rest
+SHORT = 2048           # rows a key lives where only memory is measured: no quadratic time
+
+
+@dataclass(frozen=True)
+class Work:
+    """B prompts of P tokens, G samples of R new tokens for each; `budget` prompt keys are
+    kept."""
+    B: int
+    P: int
+    G: int
+    R: int
+    budget: int
+
+    @property
+    def eviction(self):
+        return Eviction("snapkv", budget=self.budget, window=WINDOW, sinks=SINKS)
 
 
 def shape(model_type, hidden, layers, heads, kv_heads, head, mlp, vocab, theta):
     """config.json of a model; long contexts are allowed, as RoPE needs no table."""
-    return dict(model_type=model_type, hidden_size=hidden, num_hidden_layers=layers, num_attention_heads=heads,
-                num_key_value_heads=kv_heads, head_dim=head, intermediate_size=mlp, vocab_size=vocab, rms_norm_eps=1e-6,
-                max_position_embeddings=1 << 20, tie_word_embeddings=True, bos_token_id=None, eos_token_id=None,
-                rope_parameters=dict(rope_type="default", rope_theta=theta))
+    return dict(model_type=model_type, hidden_size=hidden, num_hidden_layers=layers,
+                num_attention_heads=heads, num_key_value_heads=kv_heads, head_dim=head,
+                intermediate_size=mlp, vocab_size=vocab, rms_norm_eps=1e-6,
+                max_position_embeddings=1 << 20, tie_word_embeddings=True, bos_token_id=None,
+                eos_token_id=None, rope_parameters=dict(rope_type="default", rope_theta=theta))
 
 
-SHAPES = {"smollm2-135m": shape("llama", 576, 30, 9, 3, 64, 1536, 49152, 1e5),
-          "qwen2.5-1.5b": shape("qwen2", 1536, 28, 12, 2, 128, 8960, 151936, 1e6),
-          "tiny": shape("qwen2", 32, 2, 4, 2, 8, 64, 128, 1e4)}
+SHAPES = {
+    "smollm2-135m": shape("llama", hidden=576, layers=30, heads=9, kv_heads=3, head=64, mlp=1536,
+                          vocab=49152, theta=1e5),
+    "qwen2.5-1.5b": shape("qwen2", hidden=1536, layers=28, heads=12, kv_heads=2, head=128,
+                          mlp=8960, vocab=151936, theta=1e6),
+    "tiny": shape("qwen2", hidden=32, layers=2, heads=4, kv_heads=2, head=8, mlp=64, vocab=128,
+                  theta=1e4),
+}
 
-# ---- measuring ----
 
+def config_of(name):
+    return Config.from_dict(SHAPES[name])
+
+
+# measuring
 
 def sync():
     if CUDA:
@@ -74,10 +112,25 @@ def free():
         torch.cuda.empty_cache()
 
 
-def clock(f, repeat=5, warm=1):
-    """Time f(): the first call apart (it compiles), `warm` more calls, then the median of `repeat`. -> first_s, ms, peak_gb
+def allocated():
+    """GB at the peak since the last reset; None on a CPU."""
+    return torch.cuda.max_memory_allocated() / 1e9 if CUDA else None
 
-    On CUDA by events, with no wait between calls: what a call does on the host hides behind the card's work, as in a model."""
+
+def peak_gb(f):
+    """Largest number of bytes allocated while f() runs, in GB, what was there before
+    included; None on a CPU."""
+    free()
+    if CUDA:
+        torch.cuda.reset_peak_memory_stats()
+    f()
+    sync()
+    return allocated()
+
+
+def clock(f, repeat=5, warm=1):
+    """Time f(): the first call apart (it compiles), `warm` more calls, then the median of
+    `repeat`. -> first_s, ms, times_ms, peak_gb"""
     start = time.perf_counter()
     f()
     sync()
@@ -87,115 +140,167 @@ def clock(f, repeat=5, warm=1):
     sync()
     if CUDA:
         torch.cuda.reset_peak_memory_stats()
-    marks = [torch.cuda.Event(enable_timing=True) if CUDA else None for _ in range(repeat + 1)]
-    for i in range(repeat + 1):
-        if i:
-            f()
-        if CUDA:
-            marks[i].record()
-        else:
-            marks[i] = 1e3 * time.perf_counter()
-    sync()
-    times = [a.elapsed_time(b) if CUDA else b - a for a, b in zip(marks, marks[1:])]
+    times = card_times(f, repeat) if CUDA else host_times(f, repeat)
     return dict(first_s=first, ms=statistics.median(times), times_ms=times, peak_gb=allocated())
 
 
-def allocated():
-    """GB at the peak since the last reset; None on a CPU."""
-    return torch.cuda.max_memory_allocated() / 1e9 if CUDA else None
+def card_times(f, repeat):
+    """Milliseconds of each call by events, with no wait between calls: what a call does on
+    the host hides behind the card's work, as in a model."""
+    marks = [torch.cuda.Event(enable_timing=True) for _ in range(repeat + 1)]
+    marks[0].record()
+    for mark in marks[1:]:
+        f()
+        mark.record()
+    sync()
+    return [a.elapsed_time(b) for a, b in zip(marks, marks[1:])]
+
+
+def host_times(f, repeat):
+    times = []
+    for _ in range(repeat):
+        start = time.perf_counter()
+        f()
+        times.append(1e3 * (time.perf_counter() - start))
+    return times
 
 
 @functools.cache
 def ceilings():
-    """What this card reaches: copy_gb_s of a large tensor, read and written bytes counted; matmul_tflops of two 8192^2 bf16 matrices."""
+    """What this card reaches: copy_gb_s of a large tensor, read and written bytes counted;
+    matmul_tflops of two 8192^2 bf16 matrices."""
     n, size = (8192, 2**30) if CUDA else (256, 2**22)
     x = torch.zeros(size, dtype=torch.uint8, device=DEVICE)
     y = torch.empty_like(x)
     copy = clock(lambda: y.copy_(x), 20)["ms"]
-    a, b = (torch.randn(n, n, device=DEVICE).bfloat16() for _ in "ab")
+    a = torch.randn(n, n, device=DEVICE).bfloat16()
+    b = torch.randn(n, n, device=DEVICE).bfloat16()
     product = clock(lambda: a @ b, 20)["ms"]
     return dict(copy_gb_s=2 * size / copy / 1e6, matmul_tflops=2 * n**3 / product / 1e9)
 
 
-def attempt(f):
-    """f(), or a note that says what went wrong: a contender that cannot run must not stop the others. Disagreement does."""
+def share(row, flops=0, nbytes=0, ms="ms"):
+    """Add what the useful work makes of the ceiling that limits it."""
+    if flops:
+        work, limit, top = flops, "matmul", ceilings()["matmul_tflops"] * 1e9
+    else:
+        work, limit, top = nbytes, "copy", ceilings()["copy_gb_s"] * 1e6
+    return dict(row, share=work / row[ms] / top, limit=limit, work=work)
+
+
+def attempt(f, *args, **kwargs):
+    """f(...), or a note that says what went wrong: a contender that cannot run must not
+    stop the others. Disagreement does."""
     try:
-        return f()
+        return f(*args, **kwargs)
     except AssertionError:
         raise
     except Exception as e:
-        text = " ".join(f"{type(e).__name__}: {e}".split())
-        # libraries below torch report a full card in their own words
-        note = "out of memory" if "out of memory" in text.lower() or "ALLOC_FAILED" in text else text[:160]
+        note = " ".join(f"{type(e).__name__}: {e}".split())
+    # libraries below torch report a full card in their own words
+    if "out of memory" in note.lower() or "ALLOC_FAILED" in note:
+        note = "out of memory"
     free()  # only here, where the traceback no longer holds the tensors
-    return dict(note=note)
+    return dict(note=note[:160])
 
 
 def check_same(what, a, b, bound):
-    """Relative difference |a - b| / |b|; raises AssertionError above bound, NaN included. -> the difference"""
+    """Relative difference |a - b| / |b|; raises AssertionError above bound, NaN included.
+    -> the difference"""
     error = ((a.float() - b.float()).norm() / b.float().norm()).item()
     if not error < bound:
-        raise AssertionError(f"{what}: relative difference {error:.1e}, at most {bound:.0e} was expected")
+        raise AssertionError(f"{what}: relative difference {error:.1e}, "
+                             f"at most {bound:.0e} was expected")
     return error
 
 
 # column -> heading, format
-COLUMNS = dict(policies=("policies", "8d"), ms=("ms", "11,.2f"), tokens_s=("tokens/s", "11,.0f"), ratio=("x ours", "8.2f"),
-               step_ms=("ms/step", "9.2f"), rollout_s=("rollout s", "9.3f"), learn_s=("learn s", "9.3f"), share=("of limit", "8.1%"),
-               limit=("limit", "7s"), rollout_gb=("rollout GB", "10.3f"), predicted_gb=("predicted", "10.3f"), over=("ratio", "7.2f"),
-               learner_gb=("learner GB", "10.3f"), kv_mb=("kept KV MB", "12,.3f"), tokens=("tokens", "10,d"), peak_gb=("peak GB", "8.2f"),
-               first_s=("first s", "8.2f"), error=("differs", "8.1e"))
+COLUMNS = dict(
+    policies=("policies", "8d"), ms=("ms", "11,.2f"), tokens_s=("tokens/s", "11,.0f"),
+    ratio=("x ours", "8.2f"), step_ms=("ms/step", "9.2f"), rollout_s=("rollout s", "9.3f"),
+    learn_s=("learn s", "9.3f"), share=("of limit", "8.1%"), limit=("limit", "7s"),
+    rollout_gb=("rollout GB", "10.3f"), predicted_gb=("predicted", "10.3f"),
+    over=("ratio", "7.2f"), learner_gb=("learner GB", "10.3f"), kv_mb=("kept KV MB", "12,.3f"),
+    tokens=("tokens", "10,d"), peak_gb=("peak GB", "8.2f"), first_s=("first s", "8.2f"),
+    error=("differs", "8.1e"))
+
+
+class Report:
+    """The tables of one part, printed and, with a path, saved after each row: a part that is
+    stopped leaves what it has measured. about: what stands beside the tables in the file."""
+
+    def __init__(self, path=None, **about):
+        self.path, self.about, self.tables, self.start = path, about, [], time.time()
+
+    def table(self, title, columns, **facts):
+        self.tables.append(Table(self, title, columns.split(), facts))
+        return self.tables[-1]
+
+    def save(self):
+        if self.path is None:
+            return
+        found = [dict(title=t.title, facts=t.facts, rows=t.rows) for t in self.tables]
+        content = dict(self.about, seconds=time.time() - self.start, tables=found)
+        with open(self.path, "w", encoding="utf-8") as f:
+            json.dump(content, f, indent=1)
 
 
 class Table:
-    """Rows are printed as they are measured; `rows` is what the JSON file gets. x ours: time over the first row's."""
-    saved = staticmethod(lambda table: None)  # called after each row: a part that is stopped leaves what it has measured
+    """Rows are printed as they are measured. x ours: time over the first row's."""
 
-    def __init__(self, title, columns, **facts):
-        self.title, self.columns, self.facts, self.rows = title, columns.split(), facts, []
+    def __init__(self, report, title, columns, facts):
+        self.report, self.title, self.columns, self.facts = report, title, columns, facts
+        self.rows = []
         print(f"\n{title}: " + ", ".join(f"{k} {v}" for k, v in facts.items()))
-        print(f"{'':36s}" + " ".join(COLUMNS[c][0].rjust(self.width(c)) for c in self.columns), flush=True)
-
-    @staticmethod
-    def width(column):
-        return max(len(COLUMNS[column][0]), int(COLUMNS[column][1].split(",")[0].split(".")[0].rstrip("sd")))
+        headings = [COLUMNS[c][0].rjust(width(c)) for c in columns]
+        print(f"{'':36s}" + " ".join(headings), flush=True)
 
     def add(self, name, row):
-        self.rows.append(dict(row, name=name))
+        row = dict(row, name=name)
+        self.rows.append(row)
         if row.get("ms") and self.rows[0].get("ms"):
-            self.rows[-1]["ratio"] = row["ms"] / self.rows[0]["ms"]
-        cell = lambda c, x: ("-" if x is None else format(x, COLUMNS[c][1])).rjust(self.width(c))
-        print(f"{name:36s}" + " ".join(cell(c, self.rows[-1].get(c)) for c in self.columns) + "  " + row.get("note", ""), flush=True)
-        self.saved(self)
+            row["ratio"] = row["ms"] / self.rows[0]["ms"]
+        cells = []
+        for c in self.columns:
+            cell = "-"
+            if row.get(c) is not None:
+                cell = format(row[c], COLUMNS[c][1])
+            cells.append(cell.rjust(width(c)))
+        print(f"{name:36s}" + " ".join(cells) + "  " + row.get("note", ""), flush=True)
+        self.report.save()
 
 
-def share(row, flops=0, nbytes=0, ms="ms"):
-    """Add what the useful work makes of the ceiling that limits it."""
-    if ms in row:
-        top = ceilings()["matmul_tflops"] * 1e9 if flops else ceilings()["copy_gb_s"] * 1e6
-        row.update(share=(flops or nbytes) / row[ms] / top, limit="matmul" if flops else "copy", work=flops or nbytes)
-    return row
+def width(column):
+    heading, form = COLUMNS[column]
+    digits = form.split(",")[0].split(".")[0].rstrip("sd")
+    return max(len(heading), int(digits))
 
 
-# ---- the same model twice ----
+# the same model twice
 
 def ours(name, dtype=DTYPE):
     """Our model of a named shape, random weights, always the same."""
     with torch.device("meta"):
-        model = Transformer(Config.from_dict(SHAPES[name]))
-    model, rng = model.to(dtype).to_empty(device=DEVICE), torch.Generator(DEVICE).manual_seed(0)
-    std = 0.02 if model.config.width > 100 else 0.35  # a narrow model needs more, or its layers leave no mark on the logits
+        model = Transformer(config_of(name))
+    model = model.to(dtype).to_empty(device=DEVICE)
+    rng = torch.Generator(DEVICE).manual_seed(0)
+    # a narrow model needs more, or its layers leave no mark on the logits
+    std = 0.02 if model.config.width > 100 else 0.35
     with torch.no_grad():
         for key, p in model.named_parameters():
-            p.fill_(1) if "norm" in key else p.normal_(0, std, generator=rng)
+            if "norm" in key:
+                p.fill_(1)
+            else:
+                p.normal_(0, std, generator=rng)
     return model
 
 
 def by_transformers(mine, name, attention, dtype):
     """transformers' model of a named shape with the weights of `mine`."""
     from transformers import AutoConfig, AutoModelForCausalLM
+    config = AutoConfig.for_model(**SHAPES[name])
     with torch.device(DEVICE):
-        model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**SHAPES[name]), attn_implementation=attention, dtype=dtype)
+        model = AutoModelForCausalLM.from_config(config, attn_implementation=attention, dtype=dtype)
     theirs = model.state_dict()
     with torch.no_grad():
         for key, x in mine.tensors().items():
@@ -204,27 +309,76 @@ def by_transformers(mine, name, attention, dtype):
 
 
 def rival(name, attention="sdpa"):
-    """The same model by transformers, the same weights. -> model, relative difference of its logits from ours
+    """The same model by transformers, the same weights.
+    -> model, relative difference of its logits from ours
 
-    They are compared in fp32, where nothing but a difference of the models is left: in bf16 28 layers drift 3e-2 apart."""
+    They are compared in fp32, where nothing but a difference of the models is left: in bf16
+    28 layers drift 3e-2 apart."""
     mine = ours(name, torch.float32)
+    n = 64
+    until = torch.full((mine.config.n_kv_head, n), n, dtype=torch.int32, device=DEVICE)
+
+    def attend(layer, q, k, v):
+        return shadow_attention(q, k, v, until, impl="ref")
+
     with torch.no_grad():
-        ids, row = torch.randint(mine.config.vocab_size, (64,), device=DEVICE), torch.arange(64, device=DEVICE)
-        until = torch.full((mine.config.n_kv_head, 64), 64, dtype=torch.int32, device=DEVICE)
-        logits = mine.logits(mine(ids, row, lambda layer, q, k, v: shadow_attention(q, k, v, until, impl="ref")))
+        ids = torch.randint(mine.config.vocab_size, (n,), device=DEVICE)
+        logits = mine.logits(mine(ids, torch.arange(n, device=DEVICE), attend))    # (n, V)
         theirs = by_transformers(mine, name, "sdpa", torch.float32)
-        error = check_same("logits of the two models", theirs(input_ids=ids[None]).logits[0], logits, 1e-4)
+        error = check_same("logits of the two models", theirs(input_ids=ids[None]).logits[0],
+                           logits, 1e-4)
     del mine, theirs
     free()
     return by_transformers(ours(name), name, attention, DTYPE), error
 
 
+def training_rival(name, attention="sdpa"):
+    model, error = rival(name, attention)
+    model.train().gradient_checkpointing_enable(
+        gradient_checkpointing_kwargs=dict(use_reentrant=False))
+    return model, error
+
+
 def drawn(name, B, P):
     """B prompts of P random tokens."""
-    return torch.randint(SHAPES[name]["vocab_size"], (B, P), generator=torch.Generator().manual_seed(1)).tolist()
+    rng = torch.Generator().manual_seed(1)
+    return torch.randint(SHAPES[name]["vocab_size"], (B, P), generator=rng).tolist()
 
 
-# ---- attn ----
+# attn
+
+ATTN = "policies ms ratio share limit peak_gb first_s error"
+
+
+def attn(report, nh, nkv, hs, work, repeat):
+    """Forward and backward pass of one layer's attention over one group, then over one causal
+    sequence. All flops: 14 per visible (query head, query, key) and channel."""
+    P, G, R = work.P, work.G, work.R
+    torch.manual_seed(0)
+    until = group_until(P, G, R, work.budget, nkv=nkv, device=DEVICE)
+    N, T, heads = until.shape[1], P + R - 1, f"{nh}:{nkv} of {hs}"
+    table = report.table("attention of one group, forward + backward", ATTN, heads=heads, prompt=P,
+                         responses=f"{G} x {R}", kept=work.budget, packed_rows=N,
+                         unpacked_rows=G * T,
+                         timed=f"median of {repeat}; masks and sorting included")
+    # grad, q, k, v
+    x = [torch.randn(N, n, hs, device=DEVICE, dtype=DTYPE) for n in (nh, nh, nkv, nkv)]
+    flops = 14 * hs * visible_pairs(until, nh // nkv)
+    row, want = our_attention(until, x, flops, repeat=repeat)
+    table.add("ours", dict(row, policies=2))
+    flat = [a.transpose(0, 1)[None].contiguous() for a in x]                       # (1, h, N, hs)
+    for name, other in packed_rivals(until, nh).items():
+        table.add(name, attempt(same_mask, name, other, flat, want, flops=flops, repeat=repeat))
+        free()
+    causal_rows(table, G, T, sizes=(nh, nkv, hs), repeat=repeat)
+
+    table = report.table("one causal sequence, forward + backward", ATTN, heads=heads, rows=P)
+    until = torch.full((nkv, P), P, dtype=torch.int32, device=DEVICE)
+    flops = 14 * hs * visible_pairs(until, nh // nkv)
+    row, _ = our_attention(until, [a[:P] for a in x], flops, repeat=repeat)
+    table.add("ours", dict(row, policies=1))
+    causal_rows(table, 1, P, sizes=(nh, nkv, hs), repeat=repeat)
+
 
 def visible_pairs(until, group):
     """(query head, query, key) triples that are visible under until (..., N)."""
@@ -232,320 +386,625 @@ def visible_pairs(until, group):
     return group * (until - row).clamp(min=0).sum().item()
 
 
+def our_attention(until, x, flops, repeat):
+    """-> row, [out, dq, dk, dv]"""
+    def attend(q, k, v):
+        return shadow_attention(q, k, v, until)
+
+    row = share(clock(lambda: run(attend, *x), repeat), flops)
+    return row, run(attend, *x)
+
+
+def same_mask(name, attend, flat, want, flops, repeat):
+    """A rival under the same mask: compared in output and gradients, then timed. -> row"""
+    def go():
+        # FlexAttention has no backward pass on a CPU: there its output alone is compared
+        if not CUDA and "Flex" in name:
+            return [attend(*flat[1:])]
+        return run(attend, *flat)
+
+    bound = 1e-2 if CUDA else 1e-5
+    error = max(check_same(f"{part} of {name}", a[0].transpose(0, 1), b, bound)
+                for part, a, b in zip(("out", "dq", "dk", "dv"), go(), want))
+    if not CUDA:
+        return dict(error=error, note="timed on CUDA only")
+    return share(dict(clock(go, repeat), policies=2, error=error), flops)
+
+
 def packed_rivals(until, nh):
-    """name -> attention of q (1, nh, N, hs), k, v (1, nkv, N, hs) under until. Each layer has its own mask, so making it counts."""
+    """name -> attention of q (1, nh, N, hs), k, v (1, nkv, N, hs) under until. Each layer
+    has its own mask, so making it counts."""
     group, N = nh // len(until), until.shape[1]
     row = torch.arange(N, device=DEVICE)
-    rule = lambda b, h, i, j: (j <= i) & (i < until[h // group, j])
-    attention = torch.compile(flex.flex_attention, dynamic=False) if CUDA else flex.flex_attention
-    # eager: compiled, as its documentation recommends, it did not get past Triton 3.6 in three minutes at these sizes
-    make = lambda: flex.create_block_mask(rule, 1, nh, N, N, device=DEVICE)
-    made = make()
+    attention = flex.flex_attention
+    if CUDA:
+        attention = torch.compile(attention, dynamic=False)
 
-    def matrix(q, k, v):  # the memory-efficient backend knows no groups of heads, so keys, values and mask are repeated
-        visible = ((row <= row[:, None]) & (row[:, None] < until[:, None])).repeat_interleave(group, 0)[None]  # (1, nh, N, N)
+    def rule(b, h, i, j):
+        return (j <= i) & (i < until[h // group, j])
+
+    def block_mask():
+        # eager: compiled, as its documentation recommends, it did not get past Triton 3.6
+        # in three minutes at these sizes
+        return flex.create_block_mask(rule, B=1, H=nh, Q_LEN=N, KV_LEN=N, device=DEVICE)
+
+    made = block_mask()
+
+    def mask_before(q, k, v):
+        return attention(q, k, v, block_mask=made, enable_gqa=True)
+
+    def mask_included(q, k, v):
+        return attention(q, k, v, block_mask=block_mask(), enable_gqa=True)
+
+    def matrix(q, k, v):
+        # the memory-efficient backend knows no groups of heads: keys, values and mask are
+        # repeated
+        visible = (row <= row[:, None]) & (row[:, None] < until[:, None])          # (nkv, N, N)
+        visible = visible.repeat_interleave(group, 0)[None]                        # (1, nh, N, N)
+        k, v = k.repeat_interleave(group, 1), v.repeat_interleave(group, 1)
         with sdpa_kernel([SDPBackend.EFFICIENT_ATTENTION if CUDA else SDPBackend.MATH]):
-            return F.scaled_dot_product_attention(q, *(x.repeat_interleave(group, 1) for x in (k, v)), attn_mask=visible)
-    return {"FlexAttention, mask made before": lambda q, k, v: attention(q, k, v, block_mask=made, enable_gqa=True),
-            "FlexAttention, mask included": lambda q, k, v: attention(q, k, v, block_mask=make(), enable_gqa=True),
-            "SDPA, mask as a matrix": matrix}
+            return F.scaled_dot_product_attention(q, k, v, attn_mask=visible)
+
+    return {"FlexAttention, mask made before": mask_before,
+            "FlexAttention, mask included": mask_included, "SDPA, mask as a matrix": matrix}
 
 
-def causal_rows(table, sizes, sequences, T, repeat):
-    """Add SDPA's two fast backends on plain causal sequences of T rows."""
+def causal_rows(table, sequences, T, sizes, repeat):
+    """Add SDPA's two fast backends on plain causal sequences of T rows. sizes: nh, nkv, hs"""
+    for name, backend in (("SDPA FlashAttention-2", SDPBackend.FLASH_ATTENTION),
+                          ("SDPA cuDNN", SDPBackend.CUDNN_ATTENTION)):
+        row = dict(note="needs CUDA")
+        if CUDA:
+            row = attempt(causal_row, backend, sequences, T, sizes=sizes, repeat=repeat)
+        table.add(f"{name}, causal", row)
+
+
+def causal_row(backend, sequences, T, sizes, repeat):
     nh, nkv, hs = sizes
+    x = [torch.randn(sequences, n, T, hs, device=DEVICE, dtype=DTYPE) for n in (nh, nh, nkv, nkv)]
 
-    def go(backend):
-        x = [torch.randn(sequences, n, T, hs, device=DEVICE, dtype=DTYPE) for n in (nh, nh, nkv, nkv)]
+    def attend(q, k, v):
+        with sdpa_kernel([backend]):  # raises where the default would fall back
+            return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
 
-        def f(q, k, v):
-            with sdpa_kernel([backend]):  # raises if it cannot serve the request, where the default would fall back
-                return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
-        return share(dict(clock(lambda: run(f, *x), repeat), policies=1), 14 * hs * nh * sequences * T * (T + 1) // 2)
-
-    for name, backend in (("SDPA FlashAttention-2", SDPBackend.FLASH_ATTENTION), ("SDPA cuDNN", SDPBackend.CUDNN_ATTENTION)):
-        table.add(f"{name}, causal", attempt(lambda: go(backend)) if CUDA else dict(note="needs CUDA"))
+    row = dict(clock(lambda: run(attend, *x), repeat), policies=1)
+    return share(row, 14 * hs * nh * sequences * T * (T + 1) // 2)
 
 
-def attn(nh, nkv, hs, P, G, R, budget, repeat):
-    """Forward and backward pass of one layer's attention over one group, then over one causal sequence."""
-    torch.manual_seed(0)
-    until, columns = group_until(P, G, R, budget, nkv, DEVICE), "policies ms ratio share limit peak_gb first_s error"
-    N, T, group, bound = until.shape[1], P + R - 1, nh // nkv, 1e-2 if DTYPE == torch.bfloat16 else 1e-5
-    table = Table("attention of one group, forward + backward", columns, heads=f"{nh}:{nkv} of {hs}", prompt=P, responses=f"{G} x {R}",
-                  kept=budget, packed_rows=N, unpacked_rows=G * T, timed=f"median of {repeat}; masks and sorting included")
-    x = [torch.randn(N, n, hs, device=DEVICE, dtype=DTYPE) for n in (nh, nh, nkv, nkv)]  # grad, q, k, v
-    flat, flops = [a.transpose(0, 1)[None].contiguous() for a in x], 14 * hs * visible_pairs(until, group)  # (1, heads, N, hs)
-    f = lambda *x: shadow_attention(*x, until)
-    table.add("ours", share(dict(clock(lambda: run(f, *x), repeat), policies=2), flops))
-    want = run(f, *x)
+# decode
 
-    def same_mask(name, f):
-        # FlexAttention has no backward pass on CPU: there its output is compared and nothing timed
-        go = (lambda: [f(*flat[1:])]) if not CUDA and "Flex" in name else lambda: run(f, *flat)
-        error = max(check_same(f"{part} of {name}", a[0].transpose(0, 1), b, bound)
-                    for part, a, b in zip(("out", "dq", "dk", "dv"), go(), want))
-        return share(dict(clock(go, repeat), policies=2, error=error), flops) if CUDA else dict(error=error, note="timed on CUDA only")
-
-    for name, other in packed_rivals(until, nh).items():
-        table.add(name, attempt(lambda: same_mask(name, other)))
+def decode(report, name, work, repeat, rivals):
+    """Sampling, prompt included; a decoding step alone is the difference between R tokens
+    and an eighth of R. rivals: kinds of cache"""
+    B, P, G = work.B, work.P, work.G
+    table = report.table("sampling", "tokens_s ms ratio step_ms share limit peak_gb first_s error",
+                         model=name, prompts=f"{B} x {G}", prompt=P, new_tokens=work.R,
+                         kept=work.budget,
+                         timed=f"median of {repeat}; step: {work.R} against {few(work)} tokens")
+    prompts = drawn(name, B, P)
+    table.add("ours", our_sampling(name, work, prompts, repeat))
+    free()
+    for kind in rivals:
+        table.add(f"transformers, {kind} cache, dense",
+                  attempt(transformers_sampling, name, work, prompts, kind=kind, repeat=repeat))
         free()
-    causal_rows(table, (nh, nkv, hs), G, T, repeat)
-    second = Table("one causal sequence, forward + backward", columns, heads=f"{nh}:{nkv} of {hs}", rows=P)
-    until, x = torch.full((nkv, P), P, dtype=torch.int32, device=DEVICE), [a[:P] for a in x]
-    second.add("ours", share(dict(clock(lambda: run(f, *x), repeat), policies=1), 14 * hs * visible_pairs(until, group)))
-    causal_rows(second, (nh, nkv, hs), 1, P, repeat)
 
 
-# ---- decode ----
+def few(work):
+    return max(2, work.R // 8)
+
+
+def timed_sampling(f, name, work, prompt_keys, repeat):
+    """f(n) samples n tokens. prompt_keys: held for all prompts. -> row"""
+    S, R, n = work.B * work.G, work.R, few(work)
+    row = clock(lambda: f(R), repeat, warm=0)
+    row["ms_few"] = clock(lambda: f(n), repeat, warm=0)["ms"]
+    row.update(tokens_s=1e3 * S * R / row["ms"], step_ms=(row["ms"] - row["ms_few"]) / (R - n))
+    nbytes = step_bytes(name, prompt_keys, S, keys=(n + R - 1) / 2)
+    return share(row, nbytes=nbytes, ms="step_ms")
+
 
 def step_bytes(name, prompt_keys, S, keys):
-    """Bytes that one decoding step must read: every weight once (of a tied table, as the head), prompt keys, response keys."""
-    c = Config.from_dict(SHAPES[name])
+    """Bytes that one decoding step must read: every weight once (of a tied table, as the
+    head), prompt keys, response keys."""
+    c = config_of(name)
     with torch.device("meta"):
-        weights = sum(p.numel() for key, p in Transformer(c).named_parameters() if c.tied or "embed_tokens" not in key)
+        weights = sum(p.numel() for key, p in Transformer(c).named_parameters()
+                      if c.tied or "embed_tokens" not in key)
     return weights * DTYPE.itemsize + (prompt_keys + S * keys) * c.kv_bytes_per_token(DTYPE)
 
 
-def decode(name, B, P, G, R, budget, repeat, rivals):
-    """Sampling, prompt included; a decoding step alone is the difference between R tokens and an eighth of R."""
-    few, S, prompts = max(2, R // 8), B * G, drawn(name, B, P)
-    table = Table("sampling", "tokens_s ms ratio step_ms share limit peak_gb first_s error", model=name, prompts=f"{B} x {G}", prompt=P,
-                  new_tokens=R, kept=budget, timed=f"median of {repeat}; step: {R} against {few} tokens")
-
-    def timed(f, prompt_keys, **facts):
-        row = dict(clock(lambda: f(R), repeat, warm=0), **facts)
-        row["ms_few"] = clock(lambda: f(few), repeat, warm=0)["ms"]
-        row.update(tokens_s=1e3 * S * R / row["ms"], step_ms=(row["ms"] - row["ms_few"]) / (R - few))
-        return share(row, nbytes=step_bytes(name, prompt_keys, S, (few + R - 1) / 2), ms="step_ms")
-
+def our_sampling(name, work, prompts, repeat):
     model = ours(name)
-    table.add("ours", timed(lambda n: sampler.generate(model, prompts, G, n, budget=budget), B * min(P, budget)))
+
+    def generate(n):
+        sampler.generate(model, prompts, work.G, n, eviction=work.eviction)
+
+    return timed_sampling(generate, name, work, prompt_keys=work.B * min(work.P, work.budget),
+                          repeat=repeat)
+
+
+def transformers_sampling(name, work, prompts, kind, repeat):
+    model, error = rival(name)
+    S = work.B * work.G
+    ids = torch.tensor(prompts, device=DEVICE).repeat_interleave(work.G, 0)        # (S, P)
+    cache = {"dynamic": {}, "static": dict(cache_implementation="static")}[kind]
+
+    def generate(n):
+        out = model.generate(ids, attention_mask=torch.ones_like(ids), do_sample=True, top_k=0,
+                             temperature=1.0, max_new_tokens=n, min_new_tokens=n, pad_token_id=0,
+                             **cache)
+        if out.shape != (S, work.P + n):
+            raise AssertionError(f"transformers made {tuple(out.shape)} tokens of "
+                                 f"{(S, work.P + n)} asked for")
+
+    row = timed_sampling(generate, name, work, prompt_keys=S * work.P, repeat=repeat)
+    return dict(row, error=error)
+
+
+# learner
+
+def learner(report, name, work, repeat):
+    """Forward and backward pass over both policies of one group, against one policy of
+    unpacked sequences."""
+    P, G, R = work.P, work.G, work.R
+    table = report.table("learner, one prompt, forward + backward",
+                         "policies ms ratio share limit peak_gb first_s error", model=name,
+                         prompt=P, responses=f"{G} x {R}", kept=work.budget,
+                         packed_rows=P + 2 * G * (R - 1), unpacked_rows=G * (P + R - 1),
+                         timed=f"median of {repeat}; peak with weights and gradients")
+    model, adv = ours(name), torch.randn(1, G, device=DEVICE)
+    r = made_rollout(model.config, work)
+    table.add("ours, checkpointing", our_learner(model, r, adv, checkpointing=True, repeat=repeat))
+    table.add("ours, all activations kept",
+              attempt(our_learner, model, r, adv, checkpointing=False, repeat=repeat))
     del model
     free()
-
-    def theirs(cache):
-        model, error = rival(name)
-        ids = torch.tensor(prompts, device=DEVICE).repeat_interleave(G, 0)
-
-        def generate(n):
-            out = model.generate(ids, attention_mask=torch.ones_like(ids), do_sample=True, top_k=0, temperature=1.0, max_new_tokens=n,
-                                 min_new_tokens=n, pad_token_id=0, **cache)
-            if out.shape != (S, P + n):
-                raise AssertionError(f"transformers made {tuple(out.shape)} tokens of {(S, P + n)} asked for")
-        return timed(generate, S * P, error=error)
-
-    for kind, cache in dict(dynamic={}, static=dict(cache_implementation="static")).items():
-        if kind in rivals:
-            table.add(f"transformers, {kind} cache, dense", attempt(lambda: theirs(cache)))
-            free()
-
-
-# ---- learner ----
-
-def made_rollout(model, P, G, R, budget):
-    """What a rollout of one prompt leaves, at random: sinks, window and random other keys are kept."""
-    c, dev = model.config, model.device
-    torch.manual_seed(0)
-    score = torch.rand(c.n_layer, c.n_kv_head, P, device=dev)
-    score[:, :, :SINKS] = score[:, :, P - WINDOW:] = 2
-    kept = score.topk(min(P, budget)).indices.sort(-1).values                        # (L, nkv, K)
-    return sampler.Rollout(torch.randint(c.vocab_size, (1, P)).tolist(), torch.randint(c.vocab_size, (1, G, R), device=dev),
-                           torch.full((1, G), R, device=dev), torch.zeros(1, G, R, device=dev), 1.0, [kept],
-                           torch.full((c.n_layer, c.n_kv_head, 1, G, R), R, dtype=torch.int32, device=dev),
-                           torch.zeros(1, G, dtype=torch.bool, device=dev))
-
-
-def our_pass(model, r, adv, checkpointing):
-    """Forward and backward pass over both policies: GRPO on the shadow policy, the dense one distilled from it."""
-    model.zero_grad(set_to_none=True)
-    out = grpo.replay(model, r, ("dense", "shadow"), distill_to="dense", checkpointing=checkpointing)
-    loss = grpo.policy_loss(out["shadow"], None, adv, r.mask)[0] + 0.1 * (grpo.token_scale(r.mask) * out["kl"]).sum()
-    loss.backward()
-
-
-def their_pass(model, r, adv, micro, only=None):
-    """Forward and backward pass over one policy, `micro` unpacked sequences at a time (the first `only` of them)."""
-    (_, G, R), scale, P = r.tokens.shape, grpo.token_scale(r.mask), len(r.prompts[0])
-    ids = torch.cat((torch.tensor(r.prompts, device=DEVICE).expand(G, P), r.tokens[0, :, :-1]), dim=1)  # (G, P + R - 1)
-    for i in range(0, only or G, micro):
-        part = slice(i, i + micro)
-        logits = model(input_ids=ids[part], use_cache=False, logits_to_keep=R).logits                   # (micro, R, V)
-        logp = logits.float().log_softmax(-1).gather(-1, r.tokens[0, part, :, None])[None, :, :, 0]     # (1, micro, R)
-        del logits
-        grpo.policy_loss(logp, None, adv[:, part], r.mask[:, part], scale=scale[:, part])[0].backward()
-
-
-def training_rival(name, attention="sdpa"):
-    model, error = rival(name, attention)
-    model.train().gradient_checkpointing_enable(gradient_checkpointing_kwargs=dict(use_reentrant=False))
-    return model, error
-
-
-def learner_flops(c, model_size, rows, pairs, head_rows, again, head_passes):
-    """Floating-point operations of a forward and backward pass, counting what is computed `again` in the backward pass."""
-    body = model_size - c.vocab_size * c.width
-    return ((8 if again else 6) * body * rows + (18 if again else 14) * c.head_size * pairs
-            + head_passes * c.vocab_size * c.width * head_rows)
-
-
-def learner(name, P, G, R, budget, repeat):
-    table = Table("learner, one prompt, forward + backward", "policies ms ratio share limit peak_gb first_s error", model=name, prompt=P,
-                  responses=f"{G} x {R}", kept=budget, packed_rows=P + 2 * G * (R - 1), unpacked_rows=G * (P + R - 1),
-                  timed=f"median of {repeat}; peak with weights and gradients")
-    model, adv = ours(name), torch.randn(1, G, device=DEVICE)
-    c, size, r = model.config, sum(p.numel() for p in model.parameters()), made_rollout(model, P, G, R, budget)
-    until = sampler.pack(r).until
-    pairs = visible_pairs(until, c.n_head // c.n_kv_head)
-    for again in (True, False):
-        go = lambda: share(dict(clock(lambda: our_pass(model, r, adv, again), repeat, warm=0), policies=2),
-                           learner_flops(c, size, until.shape[2], pairs, 2 * G * R, again, 8))
-        table.add("ours, checkpointing" if again else "ours, all activations kept", go() if again else attempt(go))
-    del model, until
-    free()
-    T = P + R - 1
-
-    def theirs(micro):
-        model, error = training_rival(name)
-
-        def f():
-            model.zero_grad(set_to_none=True)
-            their_pass(model, r, adv, micro)
-        row = dict(clock(f, repeat, warm=0), policies=1, error=error)
-        return share(row, learner_flops(c, size, G * T, c.n_layer * c.n_head * G * T * (T + 1) // 2, G * R, True, 6))
-
     for micro in (G, 1):
-        table.add(f"transformers, {micro} sequence{'s'[:micro - 1]} at a time", attempt(lambda: theirs(micro)))
+        plural = "s" if micro > 1 else ""
+        table.add(f"transformers, {micro} sequence{plural} at a time",
+                  attempt(transformers_learner, name, r, adv, micro=micro, repeat=repeat))
         free()
 
 
-# ---- step ----
+def made_rollout(config, work):
+    """What a rollout of one prompt leaves, at random: sinks, window and random other keys
+    stay."""
+    L, nkv, P, G, R = config.n_layer, config.n_kv_head, work.P, work.G, work.R
+    torch.manual_seed(0)
+    score = torch.rand(L, nkv, P, device=DEVICE)
+    score[:, :, :SINKS] = score[:, :, P - WINDOW:] = 2
+    kept = score.topk(min(P, work.budget)).indices.sort(-1).values                 # (L, nkv, K)
+    return sampler.Rollout(
+        prompts=torch.randint(config.vocab_size, (1, P)).tolist(),
+        tokens=torch.randint(config.vocab_size, (1, G, R), device=DEVICE),
+        lengths=torch.full((1, G), R, device=DEVICE),
+        logp_roll=torch.zeros(1, G, R, device=DEVICE), temperature=1.0, kept=[kept],
+        until=torch.full((L, nkv, 1, G, R), R, dtype=torch.int32, device=DEVICE),
+        stopped=torch.zeros(1, G, dtype=torch.bool, device=DEVICE))
 
-def our_step(name, prompts, P, G, R, budget, steps, checkpointing):
-    """Sample, reward at random, advantages, update, as train.py does. -> a row of the table"""
-    import train
-    from support.optimizer import Masters
-    c = SimpleNamespace(**{**train.DEFAULTS, **dict(lr=1e-6, temperature=1.0, budget=budget, window=WINDOW, sinks=SINKS,
-                                                    checkpointing=checkpointing)})
-    model, times = ours(name), []
-    opt, ids = Masters(model, c), drawn(name, prompts, P)
+
+def our_pass(model, r, adv, checkpointing):
+    """Forward and backward pass over both policies: GRPO on the shadow policy, the dense one
+    distilled from it."""
+    model.zero_grad(set_to_none=True)
+    out = grpo.replay(model, r, ("dense", "shadow"), distill_to="dense",
+                      checkpointing=checkpointing)
+    loss, _ = grpo.policy_loss(out["shadow"], None, adv, r.mask)
+    loss = loss + 0.1 * (grpo.token_scale(r.mask) * out["kl"]).sum()
+    loss.backward()
+
+
+def our_learner(model, r, adv, checkpointing, repeat):
+    c, (_, G, R) = model.config, r.tokens.shape
+    until = grpo.pack(r).until                                                     # (L, nkv, N)
+    row = clock(lambda: our_pass(model, r, adv, checkpointing), repeat, warm=0)
+    pairs = visible_pairs(until, c.n_head // c.n_kv_head)
+    flops = learner_flops(model, rows=until.shape[2], pairs=pairs, head_rows=2 * G * R,
+                          again=checkpointing, head_passes=8)
+    return share(dict(row, policies=2), flops)
+
+
+def learner_flops(model, rows, pairs, head_rows, again, head_passes):
+    """Floating-point operations of a forward and backward pass of our model, counting what is
+    computed `again` in the backward pass."""
+    c = model.config
+    body = sum(p.numel() for p in model.parameters()) - c.vocab_size * c.width
+    per_weight, per_pair = (8, 18) if again else (6, 14)
+    return (per_weight * body * rows + per_pair * c.head_size * pairs
+            + head_passes * c.vocab_size * c.width * head_rows)
+
+
+def their_pass(model, r, adv, micro, only=None):
+    """Forward and backward pass over one policy, `micro` unpacked sequences at a time (the
+    first `only` of them)."""
+    (_, G, R), P, scale = r.tokens.shape, len(r.prompts[0]), grpo.token_scale(r.mask)
+    prompt = torch.tensor(r.prompts, device=DEVICE).expand(G, P)
+    ids = torch.cat((prompt, r.tokens[0, :, :-1]), dim=1)                          # (G, P + R - 1)
+    for i in range(0, only or G, micro):
+        part = slice(i, i + micro)
+        # (micro, R, V)
+        logits = model(input_ids=ids[part], use_cache=False, logits_to_keep=R).logits
+        logp = logits.float().log_softmax(-1).gather(-1, r.tokens[0, part, :, None])
+        del logits
+        logp = logp[None, :, :, 0]                                                 # (1, micro, R)
+        loss, _ = grpo.policy_loss(logp, None, adv[:, part], r.mask[:, part],
+                                   scale=scale[:, part])
+        loss.backward()
+
+
+def transformers_learner(name, r, adv, micro, repeat):
+    model, error = training_rival(name)
+    (_, G, R), c = r.tokens.shape, config_of(name)
+    T = len(r.prompts[0]) + R - 1
+
+    def f():
+        model.zero_grad(set_to_none=True)
+        their_pass(model, r, adv, micro)
+
+    row = dict(clock(f, repeat, warm=0), policies=1, error=error)
+    with torch.device("meta"):
+        mine = Transformer(c)
+    flops = learner_flops(mine, rows=G * T, pairs=c.n_layer * c.n_head * G * T * (T + 1) // 2,
+                          head_rows=G * R, again=True, head_passes=6)
+    return share(row, flops)
+
+
+# step
+
+def step(report, name, work, steps, checkpointing):
+    """A whole training step: sample, reward at random, update."""
+    table = report.table("one training step", "ms ratio rollout_s learn_s peak_gb first_s",
+                         model=name, prompts=f"{work.B} x {work.G}", prompt=work.P,
+                         new_tokens=work.R, kept=work.budget, our_checkpointing=checkpointing,
+                         TRL_checkpointing=True,
+                         timed=f"median of {steps} after a first one, wall clock")
+    table.add("ours", attempt(our_step, name, work, steps=steps, checkpointing=checkpointing))
+    free()
+    for dtype, what in (("float32", "its default"), ("bfloat16", "no fp32 masters")):
+        table.add(f"TRL, {dtype} ({what})", attempt(trl_row, name, work, steps=steps, dtype=dtype))
+        free()
+
+
+def our_step(name, work, steps, checkpointing):
+    """As train.py does. -> row"""
+    c = SimpleNamespace(**train.DEFAULTS)
+    c.lr, c.checkpointing = 1e-6, checkpointing
+    model, ids = ours(name), drawn(name, work.B, work.P)
+    opt, objective = Masters(model, c), grpo.GRPO(model, c, None)
+    times = []
     for i in range(steps + 1):
         sync()
-        marks = [time.perf_counter()]
-        r = sampler.generate(model, ids, G, R, c.temperature, c.evict, budget, WINDOW, SINKS, seed=i)
-        rewards = torch.rand(prompts, G, device=DEVICE)
+        start = time.perf_counter()
+        r = sampler.generate(model, ids, work.G, work.R, temperature=c.temperature,
+                             eviction=work.eviction, seed=i)
+        rewards = torch.rand(work.B, work.G, device=DEVICE)
         sync()
-        marks.append(time.perf_counter())
-        train.learn(model, opt, r, grpo.advantages(rewards, c.norm), c, c.lr)
+        middle = time.perf_counter()
+        train.update(model, opt, objective, r, rewards=rewards, c=c, lr=c.lr)
         sync()
-        marks.append(time.perf_counter())
-        times.append([marks[2] - marks[0], marks[1] - marks[0], marks[2] - marks[1]])
+        end = time.perf_counter()
+        times.append((end - start, middle - start, end - middle))
         if i == 0 and CUDA:
             torch.cuda.reset_peak_memory_stats()
     seconds, rollout_s, learn_s = (statistics.median(x) for x in zip(*times[1:]))
-    return dict(ms=1e3 * seconds, rollout_s=rollout_s, learn_s=learn_s, first_s=times[0][0], peak_gb=allocated())
+    return dict(ms=1e3 * seconds, rollout_s=rollout_s, learn_s=learn_s, first_s=times[0][0],
+                peak_gb=allocated())
 
 
-def trl_step(raw, prompts, P, G, R, steps, dtype):
-    """TRL's GRPOTrainer on random weights and random prompts: `steps` times one generation and one optimizer update.
+def trl_row(name, work, steps, dtype):
+    try:
+        seconds, rollout_s, peak, versions = trl_step(SHAPES[name], work, steps + 1, dtype)
+    except ImportError as e:
+        return dict(note=str(e))
+    whole, part = statistics.median(seconds[1:]), statistics.median(rollout_s[1:])
+    return dict(ms=1e3 * whole, first_s=seconds[0], rollout_s=part, learn_s=whole - part,
+                peak_gb=peak, versions=versions)
 
-    raw: a config.json as dict; a step has `prompts` prompts of exactly P tokens, with G samples of exactly R new tokens. dtype: of
-    the parameters; "float32" is what GRPOTrainer loads by default, computing in bf16 autocast on CUDA. It keeps no masters:
-    "bfloat16" also makes the optimizer's state bf16. -> seconds of each step, the first of which warms up; the part of each in
-    generate; peak GB after the warm-up; versions. Raises ImportError without trl, RuntimeError if TRL did other work."""
+
+def trl_step(raw, work, steps, dtype):
+    """TRL's GRPOTrainer on random weights and random prompts: `steps` times one generation
+    and one optimizer update. -> seconds of each step, the first of which warms up; the part
+    of each in generate; peak GB after the warm-up; versions
+
+    raw: a config.json as dict; prompts have exactly P tokens, samples exactly R new ones.
+    dtype: of the parameters; "float32" is what GRPOTrainer loads by default, computing in
+    bf16 autocast on CUDA. It keeps no masters: "bfloat16" also makes the optimizer's state
+    bf16. Raises ImportError without trl, RuntimeError if TRL did other work."""
     try:
         import datasets
         import transformers
         import trl
     except ImportError as e:
-        raise ImportError(f"the comparison with TRL needs trl and datasets (pip install trl): {e}") from None
-    from tokenizers import Tokenizer, models, pre_tokenizers
+        raise ImportError("the comparison with TRL needs trl and datasets (pip install trl): "
+                          f"{e}") from None
     transformers.logging.set_verbosity_error()
     datasets.disable_progress_bars()
-
-    # text "17 4 99" <-> ids [17, 4, 99]; <eos> lies outside the model's vocabulary, so that no sample ends early, at no cost
-    V, draw = raw["vocab_size"], random.Random(0)
-    words = Tokenizer(models.WordLevel({str(i): i for i in range(V)} | {"<eos>": V}, unk_token="<eos>"))
-    words.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    tok = transformers.PreTrainedTokenizerFast(tokenizer_object=words, eos_token="<eos>", pad_token="<eos>", padding_side="left")
-    text = [" ".join(str(draw.randrange(V)) for _ in range(P)) for _ in range(steps * prompts)]
+    draw = random.Random(0)
+    texts = []
+    for _ in range(steps * work.B):
+        words = [str(draw.randrange(raw["vocab_size"])) for _ in range(work.P)]
+        texts.append(" ".join(words))
+    config = transformers.AutoConfig.for_model(**raw)
     with torch.device(DEVICE):
-        model = transformers.AutoModelForCausalLM.from_config(transformers.AutoConfig.for_model(**raw), dtype=getattr(torch, dtype))
-    seconds, rollout_s, start, generate = [], [], 0.0, model.generate
+        model = transformers.AutoModelForCausalLM.from_config(config, dtype=getattr(torch, dtype))
+    seconds, rollout_s = [], time_calls(model)
+
+    def reward(completion_ids, **_):
+        return [draw.random() for _ in completion_ids]
+
+    with tempfile.TemporaryDirectory() as out_dir:
+        trainer = trl.GRPOTrainer(
+            model, reward, trl_config(trl, out_dir, work, steps),
+            train_dataset=datasets.Dataset.from_dict(dict(prompt=texts)),
+            processing_class=word_tokenizer(raw["vocab_size"]), callbacks=[step_clock(seconds)])
+        trainer.remove_callback(transformers.PrinterCallback)
+        trainer.train()
+    # updates, generations, tokens by TRL's own count, without padding
+    done = len(seconds), len(rollout_s), trainer.state.num_input_tokens_seen
+    asked = steps, steps, steps * work.B * work.G * (work.P + work.R)
+    if done != asked:
+        raise RuntimeError(f"TRL made {done} updates, generations and tokens, {asked} were asked "
+                           "for")
+    peak = allocated()
+    # the trainer sits in reference cycles and in accelerate's registry: what comes next
+    # would find the memory taken
+    trainer.accelerator.free_memory()
+    del model.generate
+    versions = {m.__name__: m.__version__ for m in (trl, transformers, datasets, torch)}
+    return seconds, rollout_s, peak, versions
+
+
+def word_tokenizer(V):
+    """Text "17 4 99" <-> ids [17, 4, 99]; <eos> lies outside the model's vocabulary, so
+    that no sample ends early, at no cost."""
+    from tokenizers import Tokenizer, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+    vocab = {str(i): i for i in range(V)} | {"<eos>": V}
+    words = Tokenizer(models.WordLevel(vocab, unk_token="<eos>"))
+    words.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    return PreTrainedTokenizerFast(tokenizer_object=words, eos_token="<eos>", pad_token="<eos>",
+                                   padding_side="left")
+
+
+def time_calls(model):
+    """Time model.generate from now on. -> list that gets the seconds of each call"""
+    generate, seconds = model.generate, []
 
     def timed(*args, **kwargs):
         sync()
-        t0 = time.perf_counter()
+        start = time.perf_counter()
         out = generate(*args, **kwargs)
         sync()
-        rollout_s.append(time.perf_counter() - t0)
+        seconds.append(time.perf_counter() - start)
         return out
 
-    class Clock(transformers.TrainerCallback):
+    model.generate = timed
+    return seconds
+
+
+def step_clock(seconds):
+    """A callback of transformers' trainer that adds the time of each step to a list."""
+    from transformers import TrainerCallback
+
+    class Clock(TrainerCallback):
         def on_step_begin(self, args, state, control, **kwargs):
-            nonlocal start
             sync()
-            start = time.perf_counter()
+            self.start = time.perf_counter()
 
         def on_step_end(self, args, state, control, **kwargs):
             sync()
-            seconds.append(time.perf_counter() - start)
+            seconds.append(time.perf_counter() - self.start)
             if CUDA and state.global_step == 1:
-                torch.cuda.reset_peak_memory_stats()  # the steps measured are those after the warm-up
+                # the steps measured are those after the warm-up
+                torch.cuda.reset_peak_memory_stats()
 
-    model.generate = timed
-    with tempfile.TemporaryDirectory() as out_dir:
-        # what is not named is TRL's default; some of what is named is too, because defaults change
-        args = trl.GRPOConfig(
-            output_dir=out_dir, max_steps=steps, use_cpu=not CUDA, bf16=CUDA, num_generations=G, max_completion_length=R,
-            per_device_train_batch_size=G, gradient_accumulation_steps=prompts,
-            steps_per_generation=prompts,  # all samples of a step in one call of generate, then one update
-            num_iterations=1, beta=0.0, loss_type="dapo", temperature=1.0, top_p=1.0, top_k=0, min_p=None, use_vllm=False,
-            gradient_checkpointing=True, optim="adamw_torch_fused", max_grad_norm=1.0, learning_rate=1e-6,
-            report_to="none", logging_strategy="no", save_strategy="no", disable_tqdm=True)
-        trainer = trl.GRPOTrainer(model, lambda completion_ids, **_: [draw.random() for _ in completion_ids], args,
-                                  datasets.Dataset.from_dict(dict(prompt=text)), processing_class=tok, callbacks=[Clock()])
-        trainer.remove_callback(transformers.PrinterCallback)
-        trainer.train()
-    done, asked = (len(seconds), len(rollout_s), trainer.state.num_input_tokens_seen), (steps, steps, steps * prompts * G * (P + R))
-    if done != asked:  # updates, generations, tokens by TRL's own count, without padding
-        raise RuntimeError(f"TRL made {done} updates, generations and tokens, {asked} were asked for")
-    peak = allocated()
-    # the trainer sits in reference cycles and in accelerate's registry: what comes next would find the memory taken
-    trainer.accelerator.free_memory()
-    del model.generate
-    return seconds, rollout_s, peak, {m.__name__: m.__version__ for m in (trl, transformers, datasets, torch)}
+    return Clock()
 
 
-def step(name, prompts, P, G, R, budget, steps, checkpointing):
-    table = Table("one training step", "ms ratio rollout_s learn_s peak_gb first_s", model=name, prompts=f"{prompts} x {G}", prompt=P,
-                  new_tokens=R, kept=budget, our_checkpointing=checkpointing, TRL_checkpointing=True,
-                  timed=f"median of {steps} after a first one, wall clock")
-    table.add("ours", attempt(lambda: our_step(name, prompts, P, G, R, budget, steps, checkpointing)))
+def trl_config(trl, out_dir, work, steps):
+    """What is not named is TRL's default; some of what is named is too, because defaults
+    change."""
+    return trl.GRPOConfig(
+        output_dir=out_dir, max_steps=steps, use_cpu=not CUDA, bf16=CUDA, num_generations=work.G,
+        max_completion_length=work.R, per_device_train_batch_size=work.G,
+        gradient_accumulation_steps=work.B,
+        steps_per_generation=work.B,  # all samples of a step in one call of generate, one update
+        num_iterations=1, beta=0.0, loss_type="dapo", temperature=1.0, top_p=1.0, top_k=0,
+        min_p=None, use_vllm=False, gradient_checkpointing=True, optim="adamw_torch_fused",
+        max_grad_norm=1.0, learning_rate=1e-6, report_to="none", logging_strategy="no",
+        save_strategy="no", disable_tqdm=True)
+
+
+# memory
+
+def memory(report, name, lengths, sampled, learnt):
+    """sampled: what is rolled out; learnt: what is learnt from, one prompt. Their P is the
+    subject of the tables."""
+    memory_by_length(report, name, lengths, sampled, learnt=learnt)
     free()
+    longest_prompts(report, name, sampled, learnt)
 
-    def theirs(dtype):
-        try:
-            seconds, rollout_s, peak, versions = trl_step(SHAPES[name], prompts, P, G, R, steps + 1, dtype)
-        except ImportError as e:
-            return dict(note=str(e))
-        whole, part = statistics.median(seconds[1:]), statistics.median(rollout_s[1:])
-        return dict(ms=1e3 * whole, first_s=seconds[0], rollout_s=part, learn_s=whole - part, peak_gb=peak, versions=versions)
-    for dtype, what in (("float32", "its default"), ("bfloat16", "no fp32 masters")):
-        table.add(f"TRL, {dtype} ({what})", attempt(lambda: theirs(dtype)))
+
+def memory_by_length(report, name, lengths, sampled, learnt):
+    """Peak of our rollout and of our learner, each alone on the card, against prompt
+    length."""
+    table = report.table(
+        "peak memory against prompt length", "rollout_gb predicted_gb over learner_gb kv_mb",
+        model=name, rollout=f"{sampled.B} x {sampled.G} x {sampled.R}",
+        learner=f"1 x {learnt.G} x {learnt.R}, checkpointing", kept=sampled.budget,
+        predicted="weights + kept KV + one layer's keys and values of the prompts prefilled "
+        "together + logits of a step")
+    model, adv = ours(name), torch.randn(1, learnt.G, device=DEVICE)
+    for P in lengths:
+        row = rollout_memory(model, name, replace(sampled, P=P))
+        r = made_rollout(model.config, replace(learnt, P=P))
+        row["learner_gb"] = peak_gb(lambda: our_pass(model, r, adv, True))
+        if CUDA:
+            row["over"] = row["rollout_gb"] / row["predicted_gb"]
+        else:
+            row["note"] = "peaks need CUDA"
+        table.add(f"prompt {P:,}", row)
+
+
+def rollout_memory(model, name, work):
+    """-> row: peak of a rollout, what was to be expected, bytes of its cache. Raises
+    AssertionError if those are not the formula's."""
+    prompts, kv = drawn(name, work.B, work.P), {}
+
+    def sample():
+        kv.update(sampler.generate(model, prompts, work.G, work.R, eviction=work.eviction).kv)
+
+    model.zero_grad(set_to_none=True)
+    row = dict(prompt=work.P, kv_formula=rollout_kv(model.config, work), rollout_gb=peak_gb(sample))
+    kept = kv["kept"]
+    if kept != row["kv_formula"]:
+        raise AssertionError(f"the cache holds {kept:,} bytes, the formula says "
+                             f"{row['kv_formula']:,}")
+    c = model.config
+    weights = sum(p.numel() for p in model.parameters()) * DTYPE.itemsize
+    together = min(work.B, max(1, 16384 // work.P)) * work.P  # generate's prefill_rows
+    predicted = (weights + kept + together * c.kv_bytes_per_token(DTYPE) // c.n_layer
+                 + 4 * work.B * work.G * c.vocab_size)
+    row.update(kv_bytes=kept, kv_mb=kept / 1e6, predicted_gb=predicted / 1e9)
+    return row
+
+
+def rollout_kv(config, work):
+    """Bytes of KV that a rollout keeps, by formula."""
+    keys = work.B * min(work.P, work.budget) + work.B * work.G * (work.R - 1)
+    return keys * config.kv_bytes_per_token(DTYPE)
+
+
+def longest_prompts(report, name, sampled, learnt):
+    table = report.table(
+        "longest prompt that fits", "tokens peak_gb", model=name,
+        rollout=f"{sampled.B} x {sampled.G} x {sampled.R}", learner=f"1 x {learnt.G} x {learnt.R}",
+        kept=sampled.budget, cap=CAP, bisected="to 5 % by running at real size",
+        rollouts="one prompt of that length, the others short, as prefill takes them one by one; "
+        "dense: its forward pass beside a buffer of the cache's size",
+        rivals="one micro-batch, gradients there before",
+        attention=f"keys live {SHORT} rows at most: the same memory without quadratic time")
+    if not CUDA:
+        table.add("all", dict(note="needs CUDA"))
+        return
+    from transformers import AttentionInterface
+    AttentionInterface.register("short", short_attention)
+    for contender, probe in probes(name, sampled, learnt).items():
+        table.add(contender, attempt(search, contender, *probe))
         free()
 
 
-# ---- memory ----
+def search(contender, make, f, a, b):
+    """The longest prompt of a contender. make() -> model; f(model, P) runs; a, b: two short
+    lengths for the first guess. -> row"""
+    model = make()
+    free()
+    room = (torch.cuda.mem_get_info()[0] + torch.cuda.memory_allocated()) / 1e9
+
+    def measured(P):
+        return dict(gb=peak_gb(lambda: f(model, P)))
+
+    def peak(P):
+        model.zero_grad(set_to_none=True)
+        out = attempt(measured, P)
+        if out.get("note", "out of memory") != "out of memory":
+            raise RuntimeError(out["note"])
+        said = out["note"] if "note" in out else f"{out['gb']:.1f} GB"
+        print(f"    {contender}: {P:,} tokens {said}", flush=True)
+        return out.get("gb")
+
+    with short_lives():
+        P, gb, tried = longest(peak, room, a, b)
+    note = ""
+    if P is None:
+        note = "not even the shortest length tried"
+    elif P == CAP:
+        note = "the cap: longer was not tried"
+    return dict(tokens=P, peak_gb=gb, tried=tried, room_gb=room, note=note)
+
+
+def longest(peak, room, a, b, cap=CAP):
+    """Longest P up to cap for which peak(P) is a number and not None (it does not fit), to
+    5 %. -> P, its peak, lengths tried
+
+    Starts where the line through peaks at a and b reaches `room`."""
+    tried = {a: peak(a), b: peak(b)}
+    if None in tried.values():
+        return None, None, tried
+    P = int(b + 0.97 * (room - tried[b]) / max(tried[b] - tried[a], 1e-6) * (b - a))
+    while True:
+        P = min(cap, max(P, b + 1))
+        tried[P] = peak(P)
+        good = max(p for p in tried if tried[p] is not None)
+        bad = min((p for p in tried if tried[p] is None), default=None)
+        if good == cap or (bad and bad <= 1.05 * good):
+            return good, tried[good], tried
+        # far below the first failure the line was wrong, so come down in larger steps; then
+        # halve what is left
+        if bad is None:
+            P = int(1.045 * good)
+        elif good < 0.6 * bad:
+            P = int(0.8 * bad)
+        else:
+            P = (good + bad) // 2
+
+
+def probes(name, sampled, learnt):
+    """Contenders for the longest prompt: name -> the arguments of `search`."""
+    adv = torch.randn(1, learnt.G, device=DEVICE)
+    B, G, R, budget, c = sampled.B, sampled.G, sampled.R, sampled.budget, config_of(name)
+
+    def run_ours(model, P):
+        our_pass(model, made_rollout(c, replace(learnt, P=P)), adv, True)
+
+    def our_rollout(model, P):
+        # prefill goes one long prompt at a time: one long prompt needs what B long ones need
+        prompts = drawn(name, 1, P) + drawn(name, B - 1, budget)
+        sampler.generate(model, prompts, G, R, eviction=sampled.eviction)
+
+    def their_learner(model, P, micro):
+        # gradients in place, so that the first micro-batch meets what later ones meet
+        for p in model.parameters():
+            p.grad = torch.zeros_like(p)
+        their_pass(model, made_rollout(c, replace(learnt, P=P)), adv, micro, only=micro)
+
+    @torch.no_grad()
+    def their_rollout(model, P):
+        size = B * G * (P + R - 1) * c.kv_bytes_per_token(DTYPE)
+        cache = torch.empty(size, dtype=torch.uint8, device=DEVICE)
+        ids = torch.randint(c.vocab_size, (1, P), device=DEVICE)
+        model(input_ids=ids, use_cache=False, logits_to_keep=1)
+        del cache
+
+    def mine():
+        return ours(name)
+
+    def trained():
+        return training_rival(name, "short")[0]
+
+    def plain():
+        return rival(name, "short")[0]
+
+    all_at_once = functools.partial(their_learner, micro=learnt.G)
+    one_at_a_time = functools.partial(their_learner, micro=1)
+    return {"our learner, checkpointing": (mine, run_ours, 8192, 16384),
+            f"transformers learner, {learnt.G} at a time": (trained, all_at_once, 2048, 4096),
+            "our rollout": (mine, our_rollout, 16384, 32768),
+            "dense rollout, each sample its cache": (plain, their_rollout, 2048, 4096),
+            "transformers learner, 1 at a time": (trained, one_at_a_time, 8192, 16384)}
+
 
 @contextmanager
 def short_lives():
-    """Every key dies at most SHORT rows after its birth: the same tensors of the same sizes, without quadratic time."""
+    """Every key dies at most SHORT rows after its birth: the same tensors of the same sizes,
+    without quadratic time."""
     def cut(until):
-        torch.minimum(until, torch.arange(until.shape[-1], device=until.device, dtype=torch.int32) + SHORT, out=until)
+        born = torch.arange(until.shape[-1], device=until.device, dtype=torch.int32)
+        torch.minimum(until, born + SHORT, out=until)
 
-    def pack(*args):
-        packed = real_pack(*args)
+    def pack(*args, **kwargs):
+        packed = real_pack(*args, **kwargs)
         cut(packed.until)
         return packed
 
@@ -562,206 +1021,108 @@ def short_lives():
 
 
 def short_attention(module, query, key, value, attention_mask, scaling=None, **_):
-    """The same for transformers: FlashAttention-2 as SDPA calls it, with a sliding window of SHORT rows."""
-    q, k, v = (x.transpose(1, 2) for x in (query, key, value))                       # (B, T, heads, hs)
+    """The same for transformers: FlashAttention-2 as SDPA calls it, with a sliding window
+    of SHORT rows."""
+    q, k, v = (x.transpose(1, 2) for x in (query, key, value))                     # (B, T, h, hs)
     T = q.shape[1]
-    return torch.ops.aten._flash_attention_forward(q, k, v, None, None, T, T, 0.0, True, False, scale=scaling, window_size_left=SHORT,
-                                                   window_size_right=0)[0], None
+    out = torch.ops.aten._flash_attention_forward(
+        q, k, v, cum_seq_q=None, cum_seq_k=None, max_q=T, max_k=T, dropout_p=0.0, is_causal=True,
+        return_debug_mask=False, scale=scaling, window_size_left=SHORT, window_size_right=0)
+    return out[0], None
 
 
-def peak_gb(f):
-    """Largest number of bytes allocated while f() runs, in GB, what was there before included; None on a CPU."""
-    free()
-    if CUDA:
-        torch.cuda.reset_peak_memory_stats()
-    f()
-    sync()
-    return allocated()
+# the command line
+
+GROUP = Work(B=1, P=8192, G=8, R=256, budget=1024)
+TINY = Work(B=2, P=64, G=2, R=6, budget=48)
+SMOLLM, QWEN = "smollm2-135m", "qwen2.5-1.5b"
+PARTS = dict(attn=attn, decode=decode, learner=learner, step=step, memory=memory)
+BOTH = ("dynamic", "static")
+REQUESTS = dict(  # part -> arguments of each of its tables
+    attn=[dict(nh=16, nkv=8, hs=128, work=GROUP, repeat=10),
+          dict(nh=14, nkv=2, hs=64, work=GROUP, repeat=10)],
+    decode=[dict(name=SMOLLM, work=Work(B=8, P=2048, G=8, R=128, budget=256), repeat=3,
+                 rivals=BOTH),
+            dict(name=QWEN, work=Work(B=8, P=8192, G=8, R=128, budget=1024), repeat=2, rivals=())],
+    learner=[dict(name=QWEN, work=GROUP, repeat=3)],
+    step=[dict(name=SMOLLM, work=Work(B=8, P=1024, G=8, R=64, budget=256), steps=3,
+               checkpointing=False),
+          dict(name=QWEN, work=Work(B=8, P=8192, G=8, R=256, budget=1024), steps=1,
+               checkpointing=True)],
+    memory=[dict(name=QWEN, lengths=[2**i for i in range(10, 17)],
+                 sampled=Work(B=8, P=0, G=8, R=64, budget=1024),
+                 learnt=Work(B=1, P=0, G=8, R=256, budget=1024))])
+QUICK = dict(
+    attn=[dict(nh=4, nkv=2, hs=16, work=replace(TINY, R=8), repeat=1)],
+    decode=[dict(name="tiny", work=TINY, repeat=1, rivals=BOTH)],
+    learner=[dict(name="tiny", work=TINY, repeat=1)],
+    step=[dict(name="tiny", work=TINY, steps=1, checkpointing=True)],
+    memory=[dict(name="tiny", lengths=[40, 64], sampled=replace(TINY, R=4), learnt=TINY)])
 
 
-def longest(peak, room, a, b, cap=CAP):
-    """Longest P up to cap for which peak(P) is a number and not None (it does not fit), to 5 %. -> P, its peak, lengths tried
-
-    Starts where the line through peaks at a and b reaches `room`."""
-    tried = {a: peak(a), b: peak(b)}
-    if None in tried.values():
-        return (None, None, tried)
-    P = int(b + 0.97 * (room - tried[b]) / max(tried[b] - tried[a], 1e-6) * (b - a))
-    while True:
-        P = min(cap, max(P, b + 1))
-        tried[P] = peak(P)
-        good, bad = max(p for p in tried if tried[p] is not None), min((p for p in tried if tried[p] is None), default=None)
-        if good == cap or (bad and bad <= 1.05 * good):
-            return good, tried[good], tried
-        # far below the first failure the line was wrong, so come down in larger steps; then halve what is left
-        P = int(1.045 * good) if bad is None else int(0.8 * bad) if good < 0.6 * bad else (good + bad) // 2
-
-
-def rollout_kv(name, P, G, R, budget, B):
-    """Bytes of KV that a rollout keeps, by formula."""
-    return (B * min(P, budget) + B * G * (R - 1)) * Config.from_dict(SHAPES[name]).kv_bytes_per_token(DTYPE)
-
-
-def memory_by_length(name, lengths, B, G, R, R_learn, budget):
-    """Peak of our rollout and of our learner, each alone on the card, against the prompt's length."""
-    table = Table("peak memory against prompt length", "rollout_gb predicted_gb over learner_gb kv_mb", model=name,
-                  rollout=f"{B} x {G} x {R}", learner=f"1 x {G} x {R_learn}, checkpointing", kept=budget,
-                  predicted="weights + kept KV + one layer's keys and values of the prompts prefilled together + logits of a step")
-    model, adv = ours(name), torch.randn(1, G, device=DEVICE)
-    c, weights, kv = model.config, sum(p.numel() for p in model.parameters()) * DTYPE.itemsize, {}
-    for P in lengths:
-        row = dict(prompt=P, kv_formula=rollout_kv(name, P, G, R, budget, B))
-
-        def sample():
-            kv["bytes"] = sampler.generate(model, drawn(name, B, P), G, R, budget=budget).kv["kept"]
-        model.zero_grad(set_to_none=True)
-        row["rollout_gb"] = peak_gb(sample)
-        if kv["bytes"] != row["kv_formula"]:
-            raise AssertionError(f"the cache holds {kv['bytes']:,} bytes, the formula says {row['kv_formula']:,}")
-        together = min(B, max(1, 16384 // P)) * P  # generate's prefill_rows
-        predicted = weights + kv["bytes"] + together * c.kv_bytes_per_token(DTYPE) // c.n_layer + 4 * B * G * c.vocab_size
-        r = made_rollout(model, P, G, R_learn, budget)
-        row.update(kv_bytes=kv["bytes"], kv_mb=kv["bytes"] / 1e6, predicted_gb=predicted / 1e9,
-                   learner_gb=peak_gb(lambda: our_pass(model, r, adv, True)))
-        row.update(dict(over=row["rollout_gb"] / row["predicted_gb"]) if CUDA else dict(note="peaks need CUDA"))
-        table.add(f"prompt {P:,}", row)
-
-
-def probes(name, B, G, R, R_learn, budget):
-    """Contenders for the longest prompt: name -> (make model, run at P, two short lengths for the first guess)."""
-    adv = torch.randn(1, G, device=DEVICE)
-
-    def our_rollout(model, P):  # prefill goes one long prompt at a time, so one long prompt needs what B long ones need
-        sampler.generate(model, drawn(name, 1, P) + drawn(name, B - 1, budget), G, R, budget=budget)
-
-    def their_learner(micro):
-        def f(model, P):
-            for p in model.parameters():  # gradients in place, so that the first micro-batch meets what later ones meet
-                p.grad = torch.zeros_like(p)
-            their_pass(model, made_rollout(SimpleNamespace(config=Config.from_dict(SHAPES[name]), device=DEVICE), P, G, R_learn, budget),
-                       adv, micro, only=micro)
-        return f
-
-    @torch.no_grad()
-    def their_rollout(model, P):
-        c = Config.from_dict(SHAPES[name])
-        cache = torch.empty(B * G * (P + R - 1) * c.kv_bytes_per_token(DTYPE), dtype=torch.uint8, device=DEVICE)
-        model(input_ids=torch.randint(c.vocab_size, (1, P), device=DEVICE), use_cache=False, logits_to_keep=1)
-        del cache
-
-    trained, sampled = (lambda: training_rival(name, "short")[0]), (lambda: rival(name, "short")[0])
-    run_ours = lambda model, P: our_pass(model, made_rollout(model, P, G, R_learn, budget), adv, True)
-    return {"our learner, checkpointing": (lambda: ours(name), run_ours, 8192, 16384),
-            f"transformers learner, {G} at a time": (trained, their_learner(G), 2048, 4096),
-            "our rollout": (lambda: ours(name), our_rollout, 16384, 32768),
-            "dense rollout, each sample its cache": (sampled, their_rollout, 2048, 4096),
-            "transformers learner, 1 at a time": (trained, their_learner(1), 8192, 16384)}
-
-
-def longest_prompts(name, B, G, R, R_learn, budget):
-    table = Table("longest prompt that fits", "tokens peak_gb", model=name, rollout=f"{B} x {G} x {R}", learner=f"1 x {G} x {R_learn}",
-                  kept=budget, cap=CAP, bisected="to 5 % by running at real size",
-                  rollouts="one prompt of that length, the others short, as prefill takes them one by one; dense: its forward pass beside a "
-                  "buffer of the cache's size", rivals="one micro-batch, gradients there before",
-                  attention=f"keys live {SHORT} rows at most: the same memory without quadratic time")
-    if not CUDA:
-        table.add("all", dict(note="needs CUDA"))
-        return
-    from transformers import AttentionInterface
-    AttentionInterface.register("short", short_attention)
-    for contender, (make, f, a, b) in probes(name, B, G, R, R_learn, budget).items():
-        def search():
-            model = make()
-            free()
-            room = (torch.cuda.mem_get_info()[0] + torch.cuda.memory_allocated()) / 1e9
-
-            def peak(P):
-                model.zero_grad(set_to_none=True)
-                out = attempt(lambda: dict(gb=peak_gb(lambda: f(model, P))))
-                if out.get("note", "out of memory") != "out of memory":
-                    raise RuntimeError(out["note"])
-                print(f"    {contender}: {P:,} tokens {out.get('note') or format(out['gb'], '.1f') + ' GB'}", flush=True)
-                return out.get("gb")
-            with short_lives():
-                P, gb, tried = longest(peak, room, a, b)
-            note = "not even the shortest length tried" if P is None else "the cap: longer was not tried" if P == CAP else ""
-            return dict(tokens=P, peak_gb=gb, tried=tried, room_gb=room, note=note)
-        table.add(contender, attempt(search))
-        free()
-
-
-def memory(name, lengths, B, G, R, R_learn, budget):
-    memory_by_length(name, lengths, B, G, R, R_learn, budget)
-    free()
-    longest_prompts(name, B, G, R, R_learn, budget)
-
-
-# ---- main ----
-
-def requests(quick):
-    """part -> function and list of its arguments."""
-    if quick:
-        return dict(attn=(attn, [(4, 2, 16, 64, 2, 8, 48, 1)]), decode=(decode, [("tiny", 2, 64, 2, 6, 48, 1, "dynamic static")]),
-                    learner=(learner, [("tiny", 64, 2, 6, 48, 1)]), step=(step, [("tiny", 2, 64, 2, 6, 48, 1, True)]),
-                    memory=(memory, [("tiny", [40, 64], 2, 2, 4, 6, 48)]))
-    return dict(attn=(attn, [(16, 8, 128, 8192, 8, 256, 1024, 10), (14, 2, 64, 8192, 8, 256, 1024, 10)]),
-                decode=(decode, [("smollm2-135m", 8, 2048, 8, 128, 256, 3, "dynamic static"),
-                                 ("qwen2.5-1.5b", 8, 8192, 8, 128, 1024, 2, "")]),
-                learner=(learner, [("qwen2.5-1.5b", 8192, 8, 256, 1024, 3)]),
-                step=(step, [("smollm2-135m", 8, 1024, 8, 64, 256, 3, False), ("qwen2.5-1.5b", 8, 8192, 8, 256, 1024, 1, True)]),
-                memory=(memory, [("qwen2.5-1.5b", [2**i for i in range(10, 17)], 8, 8, 64, 256, 1024)]))
+def version(name):
+    try:
+        return __import__(name).__version__
+    except ImportError:
+        return None
 
 
 def facts():
     """Where the numbers come from."""
-    def version(name):
-        try:
-            return __import__(name).__version__
-        except ImportError:
-            return None
     card = torch.cuda.get_device_name() if CUDA else "CPU"
-    slug = next((x for x in ("h100", "h200", "a100", "b200", "cpu") if x in card.lower()), card.lower().replace(" ", "-"))
-    how = "CUDA events, calls back to back" if CUDA else f"wall clock, {torch.get_num_threads()} thread(s)"
-    return dict(card=card, slug=slug, dtype=str(DTYPE).removeprefix("torch."), torch=torch.__version__, triton=version("triton"),
-                transformers=version("transformers"), timed=how + "; first s is the first call, compilation included", **ceilings())
+    known = [x for x in ("h100", "h200", "a100", "b200", "cpu") if x in card.lower()]
+    slug = known[0] if known else card.lower().replace(" ", "-")
+    how = "CUDA events, calls back to back"
+    if not CUDA:
+        how = f"wall clock, {torch.get_num_threads()} thread(s)"
+    return dict(card=card, slug=slug, dtype=str(DTYPE).removeprefix("torch."),
+                torch=torch.__version__, triton=version("triton"),
+                transformers=version("transformers"),
+                timed=how + "; first s is the first call, compilation included", **ceilings())
+
+
+def arguments(argv=None):
+    a = argparse.ArgumentParser(prog="python -m experiments.bench",
+                                description="benchmarks; see the head of this file")
+    a.add_argument("part", choices=(*PARTS, "all"),
+                   help="attention; sampling; a learner's forward and backward pass; a whole "
+                   "training step; memory")
+    a.add_argument("--quick", action="store_true", default=not CUDA,
+                   help="tiny shapes, in seconds; always so without CUDA")
+    a.add_argument("--shape", choices=list(SHAPES),
+                   help="only the tables of this model (attn has none)")
+    a.add_argument("--out", default="out-bench",
+                   help="folder for the numbers as JSON (out-bench)")
+    return a.parse_args(argv)
 
 
 def main(argv=None):
-    a = argparse.ArgumentParser(description="benchmarks; see the head of this file")
-    a.add_argument("part", choices=("attn", "decode", "learner", "step", "memory", "all"),
-                   help="attention; sampling; a learner's forward and backward pass; a whole training step; memory")
-    a.add_argument("--quick", action="store_true", default=not CUDA, help="tiny shapes, in seconds; always so without CUDA")
-    a.add_argument("--shape", choices=list(SHAPES), help="only the tables of this model (attn has none)")
-    a.add_argument("--out", default="out-bench", help="folder for the numbers as JSON (out-bench)")
-    a = a.parse_args(argv)
-    wanted = {part: (f, [args for args in calls if a.shape is None or a.shape in args])
-              for part, (f, calls) in requests(a.quick).items() if a.part in (part, "all")}
-    if not any(calls for _, calls in wanted.values()):
-        raise SystemExit(f"error: {a.part} has no table of {a.shape}" + " among its tiny shapes" * a.quick)
+    a = arguments(argv)
+    wanted = {}
+    for part, tables in (QUICK if a.quick else REQUESTS).items():
+        if a.part in (part, "all"):
+            wanted[part] = [t for t in tables if a.shape in (None, t.get("name"))]
+    if not any(wanted.values()):
+        among = " among its tiny shapes" if a.quick else ""
+        raise SystemExit(f"error: {a.part} has no table of {a.shape}{among}")
     try:
         os.makedirs(a.out, exist_ok=True)
         tempfile.TemporaryFile(dir=a.out).close()  # better now than after the first measurement
     except OSError as e:
-        raise SystemExit(f"error: cannot write to {a.out!r}: {e}")
+        raise SystemExit(f"error: cannot write to {a.out!r}: {e}") from None
     about = facts()
-    print("; ".join(f"{k} {v:,.1f}" if isinstance(v, float) else f"{k} {v}" for k, v in about.items()))
-    for part, (f, calls) in wanted.items():
-        tables, start = [], time.time()
+    print("; ".join(f"{k} {v:,.1f}" if isinstance(v, float) else f"{k} {v}"
+                    for k, v in about.items()))
+    for part, tables in wanted.items():
+        if not tables:
+            continue
         # a run of fewer or smaller tables gets a name of its own
-        name = "-".join(["bench", part] + ["quick"] * (a.quick and CUDA) + [a.shape] * bool(a.shape) + [about["slug"]])
-        path = os.path.join(a.out, name + ".json")
-
-        def save(table):
-            if table not in tables:
-                tables.append(table)
-            found = [dict(title=t.title, facts=t.facts, rows=t.rows) for t in tables]
-            with open(path, "w", encoding="utf-8") as out:
-                json.dump(dict(part=part, **about, seconds=time.time() - start, tables=found), out, indent=1)
-        Table.saved = staticmethod(save)
-        for args in calls:
-            f(*args)
-        if tables:
-            print(f"\n{part}: numbers in {path}")
+        name = ["bench", part, "quick" if a.quick and CUDA else "", a.shape or "", about["slug"]]
+        path = os.path.join(a.out, "-".join(filter(None, name)) + ".json")
+        report = Report(path, part=part, **about)
+        for table in tables:
+            PARTS[part](report, **table)
+        print(f"\n{part}: numbers in {path}")
 
 
 if __name__ == "__main__":

@@ -1,34 +1,77 @@
-"""generate under a compressed cache"""
-import os
+"""
+Text from a prompt on the command line, sampled under a compressed cache.
 
+    python -m experiments.generate --prompt="The code for pen is 4817. What is the code for pen?"
+    python -m experiments.generate --prompt="..." --model=Qwen/Qwen2.5-0.5B-Instruct --budget=64
+
+The prompt goes through the checkpoint's chat template if it has one. Greedy unless
+--temperature is above 0; --group samples share one compressed prompt cache. The last line
+says how many of the prompt's keys were kept and how many bytes the cache holds;
+--evict=none generates from the dense cache, to compare.
+
+Left out on purpose: conversations, streaming.
+"""
+import argparse
+import os
+from statistics import fmean
+
+import torch
+
+from data.tasks import prompt_encoder
+from data.tokenizer import Tokenizer
+from kvcache import EVICT, SPREAD, Eviction
+from model import Transformer, find_checkpoint
 from rollout import generate
 
-if __name__ == "__main__":  # python rollout.py --prompt "..." [--model folder or hub name]: generate under a compressed cache
-    import argparse
-    import os
+TINY = os.path.join(os.path.dirname(os.path.dirname(os.path.abspath(__file__))), "data", "tiny")
 
-    from model import Transformer, find_checkpoint
-    from data.tasks import prompt_encoder
-    from data.tokenizer import Tokenizer
-    a = argparse.ArgumentParser(description="generate under a compressed KV cache")
-    a.add_argument("--prompt", required=True)
-    a.add_argument("--model", default=os.path.join(os.path.dirname(os.path.dirname(os.path.abspath(__file__))), "data", "tiny"))
-    a.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    for name, default in dict(group=1, max_new_tokens=64, temperature=0.0, evict="snapkv", budget=256, window=32, sinks=4, pool=7,
-                              response_budget=0, period=128, seed=0).items():
-        a.add_argument(f"--{name}", default=default, type=type(default))
-    a = vars(a.parse_args())
-    a["response_budget"] = a["response_budget"] or None
+
+def arguments(argv=None):
+    a = argparse.ArgumentParser(prog="python -m experiments.generate",
+                                description="generate under a compressed KV cache",
+                                formatter_class=argparse.ArgumentDefaultsHelpFormatter)
+    a.add_argument("--prompt", required=True, help="what the user says")
+    a.add_argument("--model", default=TINY, help="a folder or a hub name")
+    a.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu",
+                   help="cpu (float32), cuda or cuda:N (bfloat16)")
+    a.add_argument("--group", default=1, type=int, help="samples")
+    a.add_argument("--max_new_tokens", default=64, type=int, help="longest response")
+    a.add_argument("--temperature", default=0.0, type=float, help="0: greedy")
+    a.add_argument("--seed", default=0, type=int, help="of the sampling")
+    a.add_argument("--evict", default="snapkv", choices=list(EVICT), help="eviction method")
+    a.add_argument("--budget", default=256, type=int, help="prompt keys kept per layer and KV head")
+    a.add_argument("--spread", default="uniform", choices=list(SPREAD),
+                   help="of the budget over layers and KV heads")
+    a.add_argument("--window", default=32, type=int, help="last tokens, whose attention votes")
+    a.add_argument("--sinks", default=4, type=int, help="first tokens, which are always kept")
+    a.add_argument("--pool", default=7, type=int, help="width of the votes' max-pooling, odd")
+    a.add_argument("--response_budget", default=0, type=int, help="response keys kept; 0: all")
+    a.add_argument("--period", default=128, type=int, help="steps between evictions of these")
+    return a.parse_args(argv)
+
+
+def main(argv=None):
+    a = arguments(argv)
     try:
-        folder, prompt, device = find_checkpoint(a.pop("model")), a.pop("prompt"), a.pop("device")
+        folder = find_checkpoint(a.model)
         tok = Tokenizer(folder)
-        net = Transformer.from_pretrained(folder, device, torch.bfloat16 if device.startswith("cuda") else torch.float32)
+        dtype = torch.bfloat16 if a.device.startswith("cuda") else torch.float32
+        net = Transformer.from_pretrained(folder, device=a.device, dtype=dtype)
         net.vocab_used = min(len(tok), net.config.vocab_size)
-        ids = prompt_encoder(tok)(prompt)
-        r = generate(net, [ids], stop_ids=tok.stop_ids, **a)
+        ids = prompt_encoder(tok)(a.prompt)
+        eviction = Eviction(method=a.evict, budget=a.budget, spread=a.spread, window=a.window,
+                            sinks=a.sinks, pool=a.pool, period=a.period,
+                            response_budget=a.response_budget or None)
+        r = generate(net, [ids], a.group, a.max_new_tokens, temperature=a.temperature,
+                     eviction=eviction, stop_ids=tok.stop_ids, seed=a.seed)
     except (ValueError, OSError) as e:
-        raise SystemExit(f"error: {e}")
-    for tokens, n in zip(r.tokens[0].tolist(), r.lengths[0].tolist()):
-        print(tok.decode(tokens[:n]))
-    print(f"[{len(ids)} prompt tokens, {r.kept[0].shape[2]} kept per layer and KV head ({a['evict']}); "
+        raise SystemExit(f"error: {e}") from None
+    for tokens, length in zip(r.tokens[0].tolist(), r.lengths[0].tolist()):
+        print(tok.decode(tokens[:length]))
+    kept = fmean(len(head) for layer in r.kept[0] for head in layer)
+    print(f"[{len(ids)} prompt tokens, {kept:.5g} kept per layer and KV head ({a.evict}); "
           f"KV bytes {r.kv['kept']:,}, dense {r.kv['dense']:,}]")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,38 +1,56 @@
 """
-What an importance weight costs and what replaying the mask costs, as the response grows: variances at a fixed checkpoint.
+What an importance weight costs and what replaying the mask costs, as the response grows:
+variances at a fixed checkpoint.
 
-    python variance.py                                              # the embedded checkpoint: table, variance.json, variance.png
-    python variance.py config/smollm2.py --layers=last --lengths=2,8,32,128,512
-    python variance.py --figure --out=out-variance                  # draw again from the numbers that are there
+    python -m experiments.variance              # the embedded checkpoint: table, json and figure
+    python -m experiments.variance config/smollm2.py --layers=last --lengths=2,8,32,128,512
+    python -m experiments.variance --figure --out=out-variance    # draw the numbers that are there
 
-The idea. Responses are drawn by a sampler mu that evicts. A dense learner pi can mend that with the sequence weight
+The idea. Responses are drawn by a sampler mu that evicts. A dense learner pi can mend that
+with the sequence weight
 
     W_L = prod_{t<L} w_t,  w_t = pi(token_t) / mu(token_t),     E_mu W_L = 1 for every L,
 
-a product of L ratios, so log(1 + Var W_L) grows like L. A learner that replays the mask is mu: its weight is 1, its variance 0.
-For every length L of `lengths`: variance of W_L, of log W_L, effective sample size (sum W)^2 / (n sum W^2), mean of W_L, and of
+a product of L ratios, so log(1 + Var W_L) grows like L. A learner that replays the mask is
+mu: its weight is 1, its variance 0. For every length L of `lengths`: variance of W_L, of
+log W_L, effective sample size (sum W)^2 / (n sum W^2), mean of W_L, and of
 
-    g = A sum_{t<L} weight_t grad log p(token_t)     a sum over tokens, not a mean; per token: variance / L^2
+    g = A sum_{t<L} weight_t grad log p(token_t)     a sum over tokens, not a mean
 
-the variance mean |g - mean g|^2 (n / (n - 1)) under five arms: naive (weight 1, p = pi), tis (min(w_t, 2), pi), seq (W_L, pi), sparse_rl
-(grpo.correction, whose normalisation runs over all samples of length L, pi) and shadow (weight 1, p the replayed mu). A is +-1, drawn
-apart from the text, so that no reward's design matters: E g = 0 for every arm and Var g = E |g|^2. Shadow's terms have mean 0 whatever
-came before (a score under its own policy), so its variance should grow like L; those of naive need not, so its should grow faster. Bias
-is not measured: an arm that drops its samples has a small variance and no signal, so the mean token weight stands beside it.
+the variance mean |g - mean g|^2 (n / (n - 1)), per token that over L^2, under five arms:
 
-Sampled variances of W lie. Once W_L has a heavy tail, n samples miss the few that carry its mean and its variance: the sampled mean
-of W falls below 1, the sampled variance with it, and it may even shrink as L grows. Two remedies, both from samples of pi scored by
-both policies (what SnapKV keeps depends on the prompt alone, so mu scores any text):
+    naive      weight 1, p = pi
+    tis        min(w_t, 2), pi
+    seq        W_L, pi
+    sparse_rl  grpo.correction, whose normalisation runs over all samples of length L, pi
+    shadow     weight 1, p = the replayed mu
 
-    E_mu W^2 = E_pi W >= exp(E_pi log W) = exp(KL(pi || mu))              by Jensen: a floor, estimated by a mean of logs, no heavy tail
-    E_mu W^2 |G|^2 = E_pi W |G|^2 >= exp(E_pi [log W + log |G|^2])        the same for seq, G = sum_t grad log pi(token_t)
+A is +-1, drawn apart from the text, so that no reward's design matters: E g = 0 for every
+arm and Var g = E |g|^2. Shadow's terms have mean 0 whatever came before (a score under its
+own policy), so its variance should grow like L; those of naive need not, so its should grow
+faster. Bias is not measured: an arm that drops its samples has a small variance and no
+signal, so the mean token weight stands beside it.
 
-One set of samples of the longest length serves all: a prefix of a sample is a sample of that length. The lengths are therefore not
-independent, and the bootstrap (prompts with replacement, 95 % intervals) draws the same prompts for all. In it |mean g|^2 keeps its
-share of the mean |g|^2: of order 1 / n, as E g = 0. No stop tokens: past its answer the model goes on as it may.
-Slopes: least squares of log variance against L (nats per token; straight if exponential) and against log L (power; straight if polynomial).
+Sampled variances of W lie. Once W_L has a heavy tail, n samples miss the few that carry its
+mean and its variance: the sampled mean of W falls below 1, the sampled variance with it,
+and it may even shrink as L grows. Two remedies, both from samples of pi scored by both
+policies (what SnapKV keeps depends on the prompt alone, so mu scores any text):
 
-Left out on purpose: rewards, training, methods that evict response keys. On a card in bfloat16 gradients are rounded to it.
+    E_mu W^2 = E_pi W >= exp(E_pi log W) = exp(KL(pi || mu))
+    E_mu W^2 |G|^2 = E_pi W |G|^2 >= exp(E_pi [log W + log |G|^2]),   G = sum_t grad log pi(token_t)
+
+By Jensen the first is a floor of the variance of W, estimated by a mean of logs, without a
+heavy tail; the second the same for seq.
+
+One set of samples of the longest length serves all: a prefix of a sample is a sample of
+that length. The lengths are therefore not independent, and the bootstrap (prompts with
+replacement, 95 % intervals) draws the same prompts for all. In it |mean g|^2 keeps its
+share of the mean |g|^2: of order 1 / n, as E g = 0. No stop tokens: past its answer the
+model goes on as it may. Slopes: least squares of log variance against L (nats per token;
+straight if exponential) and against log L (power; straight if polynomial).
+
+Left out on purpose: rewards, training, methods that evict response keys. On a card in
+bfloat16 gradients are rounded to it.
 """
 import json
 import math
@@ -45,33 +63,39 @@ from types import SimpleNamespace
 import torch
 
 import train
-from support.configurator import configure
+from data.tasks import Problems
+from data.tokenizer import Tokenizer
 from grpo import correction, replay
+from kvcache import Eviction
 from model import Transformer, find_checkpoint
 from rollout import generate
-from data.tokenizer import Tokenizer
+from support.configurator import configure
+from support.run import choose_device, one_line_errors, say, write_text
 
-DEFAULTS = dict(train.DEFAULTS, prompts=8,            # train.py's keys, so that its config files serve; its learner's do nothing here
-                lengths="2,4,8,16,32,64,128,256,512",  # tokens; what does not fit the model's context is left out
-                layers="all",                         # all: gradient with respect to all parameters; last: to those of the last block
-                resamples=1000,                       # of the bootstrap; 100 and more
-                out="out-variance",                   # folder for variance.json and variance.png
-                figure=False)                         # print and draw again from variance.json
-CHOICES = dict(train.CHOICES, layers=["all", "last"])
-ARMS = dict(naive="dense", tis="dense", seq="dense", sparse_rl="dense", shadow="shadow")  # whose gradient each arm takes
+OWN = dict(
+    prompts=8,
+    lengths="2,4,8,16,32,64,128,256,512",  # tokens; those beyond the model's context are left out
+    layers="all",           # gradient by all parameters; last: by those of the last block
+    resamples=1000,         # of the bootstrap; 100 and more
+    out="out-variance",     # folder for variance.json and variance.png
+    figure=False,           # print and draw again from variance.json
+)
+# train.py's keys are among them so that its config files serve; its learner's do nothing here
+DEFAULTS = {**train.DEFAULTS, **OWN}
+CHOICES = {**train.CHOICES, "layers": ["all", "last"]}
+# whose gradient each arm takes
+ARMS = dict(naive="dense", tis="dense", seq="dense", sparse_rl="dense", shadow="shadow")
 
+
+# measuring
 
 def cut(rollout, n):
     """The first n tokens of every response."""
-    return replace(rollout, tokens=rollout.tokens[..., :n], lengths=rollout.lengths.clamp(max=n), logp_roll=rollout.logp_roll[..., :n],
-                   until=rollout.until[..., :n].clamp(max=n), stopped=rollout.stopped & (rollout.lengths <= n))
-
-
-def one_sample(rollout, b, g):
-    """Sample g of prompt b as a rollout of its own."""
-    r = rollout.select([b])
-    return replace(r, tokens=r.tokens[:, g:g + 1], lengths=r.lengths[:, g:g + 1], logp_roll=r.logp_roll[:, g:g + 1],
-                   until=r.until[:, :, :, g:g + 1], stopped=r.stopped[:, g:g + 1])
+    return replace(rollout, tokens=rollout.tokens[..., :n],
+                   lengths=rollout.lengths.clamp(max=n),
+                   logp_roll=rollout.logp_roll[..., :n],
+                   until=rollout.until[..., :n].clamp(max=n),
+                   stopped=rollout.stopped & (rollout.lengths <= n))
 
 
 @torch.no_grad()
@@ -82,69 +106,101 @@ def score(model, rollout):
 
 
 def token_weights(dense, rollout):
-    """Per-token weights (B, G, R) of every arm but seq, whose weight is one number per sample."""
+    """Per-token weights (B, G, R) of every arm but seq, whose weight is one number per
+    sample."""
     ones = torch.ones_like(dense)
-    return dict(naive=ones, **{k: correction(k, dense, rollout.logp_roll, rollout.mask) for k in ("tis", "sparse_rl")}, shadow=ones)
+    tis, sparse_rl = (correction(name, dense, rollout.logp_roll, rollout.mask)
+                      for name in ("tis", "sparse_rl"))
+    return dict(naive=ones, tis=tis, sparse_rl=sparse_rl, shadow=ones)
+
+
+def log_norm(x):
+    return torch.linalg.vector_norm(x, dtype=torch.float64).log().item()
 
 
 def gradients(model, rollout, weights, log_w, sign, params):
-    """Squared norms of one-sample gradients. weights: {arm: (B, G, R)}; log_w (B, G) scales naive's gradient to that of seq.
-    -> {arm: log |g|^2 (B, G)}, {arm: log |mean g|^2}, both fp64; logs, since W leaves the range of floats.
+    """Squared norms of one-sample gradients. -> {arm: log |g|^2 (B, G)}, {arm: log |mean
+    g|^2}, fp64; logs, as W leaves the range of floats.
 
-    One forward pass per sample and policy, one backward pass per arm; seq is naive times a number and costs none."""
+    weights: {arm: (B, G, R)}; log_w (B, G) scales naive's gradient to that of seq, which is
+    measured wherever naive is. One forward pass per sample and policy, one backward pass
+    per arm; seq costs none."""
     B, G = rollout.lengths.shape
-    log_w, names = log_w.cpu(), [*weights, *(["seq"] if "naive" in weights else [])]
+    log_w, names = log_w.cpu(), list(weights)
+    if "naive" in weights:
+        names.append("seq")
+    size = sum(p.numel() for p in params)
     sq = {a: torch.full((B, G), -math.inf, dtype=torch.float64) for a in names}
-    total = {a: torch.zeros(sum(p.numel() for p in params), device=model.device) for a in names}
+    total = {a: torch.zeros(size, device=model.device) for a in names}
+    largest = log_w.max().item()  # seq's weights are summed over it
     for b, g in product(range(B), range(G)):
-        train.say(f"{rollout.tokens.shape[2]} tokens: gradient of sample {b * G + g + 1}/{B * G}")
-        one = one_sample(rollout, b, g)
+        say(f"{rollout.tokens.shape[2]} tokens: gradient of sample {b * G + g + 1}/{B * G}")
+        one = rollout.select([b], torch.tensor([[g]], device=rollout.tokens.device))
         for policy in ("dense", "shadow"):
-            arms = [a for a in weights if ARMS[a] == policy and weights[a][b, g].any()]  # sparse_rl drops whole responses: g = 0
-            logp = replay(model, one, (policy,))[policy] if arms else None  # (1, 1, R)
+            # sparse_rl drops whole responses: their gradient is 0
+            arms = [a for a in weights if ARMS[a] == policy and weights[a][b, g].any()]
+            logp = replay(model, one, (policy,))[policy] if arms else None    # (1, 1, R)
             for a in arms:
-                d = torch.autograd.grad(logp, params, weights[a][b, g].view(logp.shape), retain_graph=a != arms[-1])
-                flat = torch.cat([x.reshape(-1).float() for x in d])
-                norm = torch.linalg.vector_norm(flat, dtype=torch.float64).log().item()
-                for name, lw, top in [(a, 0.0, 0.0)] + ([("seq", log_w[b, g].item(), log_w.max().item())] if a == "naive" else []):
-                    sq[name][b, g] = 2 * (norm + lw)
-                    total[name].add_(flat, alpha=sign[b, g].item() * math.exp(lw - top))  # over the largest weight
-    shift = lambda a: log_w.max().item() if a == "seq" else 0.0
-    mean = {a: 2 * (torch.linalg.vector_norm(t, dtype=torch.float64).log().item() - math.log(B * G) + shift(a)) for a, t in total.items()}
-    return sq, mean
+                grads = torch.autograd.grad(logp, params, weights[a][b, g].view(logp.shape),
+                                            retain_graph=a != arms[-1])
+                flat = torch.cat([x.reshape(-1).float() for x in grads])
+                norm = log_norm(flat)
+                sq[a][b, g] = 2 * norm
+                total[a].add_(flat, alpha=sign[b, g].item())
+                if a == "naive":
+                    lw = log_w[b, g].item()
+                    sq["seq"][b, g] = 2 * (norm + lw)
+                    total["seq"].add_(flat, alpha=sign[b, g].item() * math.exp(lw - largest))
+    mean = {a: log_norm(t) - math.log(B * G) for a, t in total.items()}
+    if "seq" in mean:
+        mean["seq"] += largest
+    return sq, {a: 2 * m for a, m in mean.items()}
+
+
+def log_weights(logp, other):
+    """-> log of the weight of every prefix, (B, G, R) fp64; 1e-300 and less is usual."""
+    return (logp.double() - other.double()).cumsum(-1).cpu()
 
 
 def measure(model, ids, c, lengths):
-    """Roll out once, score, differentiate. -> per-sample numbers by length, fp64: see summarise"""
-    keep = (c.budget, c.window, c.sinks)
-    train.say(f"sampling {c.prompts} x {c.group} responses of {lengths[-1]} tokens twice, from mu and from pi")
-    mu = generate(model, ids, c.group, lengths[-1], c.temperature, c.evict, *keep, seed=c.seed, pool=c.pool)
-    pi = generate(model, ids, c.group, lengths[-1], c.temperature, "none", *keep, seed=c.seed + 1, pool=c.pool)
+    """Roll out once, score, differentiate. -> per-sample numbers by length, fp64: see
+    summarise"""
+    say(f"sampling {c.prompts} x {c.group} responses of {lengths[-1]} tokens twice, "
+        "from mu and from pi")
+    mu = generate(model, ids, c.group, lengths[-1], temperature=c.temperature,
+                  eviction=train.eviction_of(c), seed=c.seed)
+    pi = generate(model, ids, c.group, lengths[-1], temperature=c.temperature,
+                  eviction=Eviction("none"), seed=c.seed + 1)
     pi.kept = mu.kept  # mu scores what pi drew
     at_mu, at_pi = score(model, mu), score(model, pi)
-    sums = lambda a, b: (a.double() - b.double()).cumsum(-1).cpu()  # (B, G, R) log W of every prefix; 1e-300 and less is usual
-    log_w, log_w_shadow, log_w_pi = sums(at_mu["dense"], mu.logp_roll), sums(at_mu["shadow"], mu.logp_roll), sums(*at_pi.values())
-    sign = torch.randint(0, 2, mu.lengths.shape, generator=torch.Generator().manual_seed(c.seed)) * 2.0 - 1  # (B, G) advantages
+    log_w = log_weights(at_mu["dense"], mu.logp_roll)
+    log_w_shadow = log_weights(at_mu["shadow"], mu.logp_roll)
+    log_w_pi = log_weights(at_pi["dense"], at_pi["shadow"])
+    coin = torch.Generator().manual_seed(c.seed)
+    sign = torch.randint(0, 2, mu.lengths.shape, generator=coin) * 2.0 - 1    # (B, G) advantages
     params = list((model if c.layers == "all" else model.layers[-1]).parameters())
     raw = dict(log_w=[], log_w_shadow=[], log_w_pi=[], log_g_pi=[])
     raw |= {k: {a: [] for a in ARMS} for k in ("log_g", "log_mean", "mean_weight")}
     for n in lengths:
         r, dense = cut(mu, n), at_mu["dense"][..., :n]
         weights = token_weights(dense, r)
-        sq, mean = gradients(model, r, weights, log_w[..., n - 1], sign, params)
-        sq_pi, _ = gradients(model, cut(pi, n), dict(naive=torch.ones_like(dense)), log_w_pi[..., n - 1], sign, params)
-        for name, x in (("log_w", log_w), ("log_w_shadow", log_w_shadow), ("log_w_pi", log_w_pi)):
-            raw[name].append(x[..., n - 1])
+        sq, mean = gradients(model, r, weights, log_w=log_w[..., n - 1], sign=sign, params=params)
+        naive = dict(naive=torch.ones_like(dense))
+        sq_pi, _ = gradients(model, cut(pi, n), naive, log_w=log_w_pi[..., n - 1], sign=sign,
+                             params=params)
+        raw["log_w"].append(log_w[..., n - 1])
+        raw["log_w_shadow"].append(log_w_shadow[..., n - 1])
+        raw["log_w_pi"].append(log_w_pi[..., n - 1])
         raw["log_g_pi"].append(sq_pi["naive"])
         for a in ARMS:
             raw["log_g"][a].append(sq[a])
             raw["log_mean"][a].append(mean[a])
             raw["mean_weight"][a].append(weights[a].mean().item() if a in weights else None)
-    train.say("")
+    say("")
     return raw
 
 
-# ---- statistics, all of logs: x (..., n) are n samples of log W
+# statistics, all of logs: x (..., n) are n samples of log W
 
 def log_mean(x):
     return x.logsumexp(-1) - math.log(x.shape[-1])
@@ -161,164 +217,279 @@ def log_ess(x):
     return 2 * log_mean(x) - log_mean(2 * x)
 
 
+def log_floor(x):
+    """Log of a lower bound of Var W = E W^2 - 1; none where the mean of logs is not
+    positive."""
+    return x.mean(-1).expm1().log()
+
+
+def log_ratio(x, y):
+    """Log of mean |g|^2 over another arm's."""
+    return log_mean(x) - log_mean(y)
+
+
+def plain_mean(x):
+    return x.mean(-1)
+
+
+def plain_var(x):
+    return x.var(-1)
+
+
 def slope(y, x):
-    """Least squares of y (..., lengths) on x (lengths,). -> slope (...), share of the variance of y that the line explains (...)"""
+    """Least squares of y (..., lengths) on x (lengths,).
+    -> slope (...), share of the variance of y that the line explains (...)"""
     x, d = x - x.mean(), y - y.mean(-1, keepdim=True)
     k = (d * x).sum(-1) / (x * x).sum()
     return k, 1 - (d - k[..., None] * x).pow(2).sum(-1) / d.pow(2).sum(-1)
 
 
 def resample(prompts, times, seed=0):
-    return torch.randint(0, prompts, (times, prompts), generator=torch.Generator().manual_seed(seed))
+    """-> (times, prompts) int64: prompts drawn with replacement"""
+    rng = torch.Generator().manual_seed(seed)
+    return torch.randint(0, prompts, (times, prompts), generator=rng)
 
 
 def bootstrap(f, index, *xs):
-    """f, which maps (..., n) to (...), of samples (B, G) and of samples whose prompts are drawn by index (times, B). -> (), (times,)"""
+    """f, which maps (..., n) to (...), of samples (B, G) and of samples whose prompts are
+    drawn by index (times, B). -> (), (times,)"""
     return f(*(x.reshape(-1) for x in xs)), f(*(x[index].flatten(1) for x in xs))
 
 
-def summarise(raw, lengths, times):
-    """raw: log_w, log_w_shadow (samples of mu), log_w_pi (of pi), log_g_pi, log_g[arm]: lists over lengths of (B, G); log_mean[arm],
-    mean_weight[arm]: lists over lengths of numbers.
-    -> {quantity: {"value", "low", "high": lists over lengths, "slope": {...}}}, natural logs; None where there is no finite number"""
-    index, n = resample(len(raw["log_w"][0]), times), raw["log_w"][0].numel()
-    number = lambda x: round(float(x), 10) if math.isfinite(x) else None
+def number(x):
+    """For JSON: None where there is no finite number."""
+    return round(float(x), 10) if math.isfinite(x) else None
+
+
+def band(many):
+    """95 % interval of resamples; those without a finite value (all samples dropped) are
+    left out."""
+    many = many[many.isfinite()]
+    if not len(many):
+        return None, None
+    low, high = many.quantile(torch.tensor([0.025, 0.975], dtype=many.dtype))
+    return number(low), number(high)
+
+
+def over_lengths(f, index, lengths, *series):
+    """f of each length's samples. series: lists over lengths of (B, G). index: see bootstrap.
+    -> {"value", "low", "high": lists over lengths, "slope": {axis: value, r2, low, high}}"""
+    pairs = [bootstrap(f, index, *xs) for xs in zip(*series)]
+    value, many = map(torch.stack, zip(*pairs))                    # (lengths,), (lengths, times)
+    low, high = zip(*map(band, many))
+    out = dict(value=list(map(number, value)), low=low, high=high, slope={})
+    ok = value.isfinite()
     x = torch.tensor(lengths, dtype=torch.float64)
+    for name, axis in (("per_token", x), ("power", x.log())):
+        if ok.sum() > 2:
+            k, r2 = slope(value[ok], axis[ok])
+            least, most = band(slope(many[ok].T, axis[ok])[0])
+            out["slope"][name] = dict(value=number(k), r2=number(r2), low=least, high=most)
+    return out
 
-    def over_lengths(f, *series):
-        value, many = map(torch.stack, zip(*(bootstrap(f, index, *xs) for xs in zip(*series))))  # (lengths,), (lengths, times)
 
-        def band(y):  # resamples without a finite value (all dropped) are left out
-            y = y[y.isfinite()]
-            return [number(q) for q in y.quantile(torch.tensor([0.025, 0.975], dtype=y.dtype))] if len(y) else [None, None]
-        low, high = zip(*map(band, many))
-        out = dict(value=list(map(number, value)), low=low, high=high, slope={})
-        ok = value.isfinite()
-        for name, axis in (("per_token", x), ("power", x.log())):
-            if ok.sum() > 2:
-                k, r2 = slope(value[ok], axis[ok])
-                ends = band(slope(many[ok].T, axis[ok])[0])
-                out["slope"][name] = dict(value=number(k), r2=number(r2), low=ends[0], high=ends[1])
-        return out
+def shrink(log_g, log_mean_g):
+    """From mean |g|^2 to the variance of the whole sample, as a log; the bootstrap takes it
+    as given."""
+    if not log_g.isfinite().any():
+        return 0.0
+    n, share = log_g.numel(), log_mean_g - log_mean(log_g.reshape(-1)).item()
+    return math.log(n / (n - 1)) + math.log1p(-math.exp(share))
 
-    def shrink(q, m):  # from mean |g|^2 to the variance of the whole sample, as a log; the bootstrap takes it as given
-        return math.log(n / (n - 1)) + math.log1p(-math.exp(m - log_mean(q.reshape(-1)).item())) if q.isfinite().any() else 0.0
 
-    floor = lambda x: x.mean(-1).expm1().log()  # log of a lower bound of Var W = E W^2 - 1; none where the mean of logs is not positive
-    at_mu = dict(log_var=log_var, var_log=lambda x: x.var(-1), log_ess=log_ess, log_mean=log_mean)
-    at_pi = dict(log_var_floor=floor, kl_pi_mu=lambda x: x.mean(-1), log_second_moment_pi=log_mean)  # the last: sampled, E_pi W
-    weight = {k: over_lengths(f, raw["log_w"]) for k, f in at_mu.items()} | {k: over_lengths(f, raw["log_w_pi"]) for k, f in at_pi.items()}
-    weight["log_var_shadow"] = over_lengths(log_var, raw["log_w_shadow"])
+def summarise(raw, lengths, times):
+    """-> {quantity: see over_lengths}, natural logs; None where there is no finite number.
+
+    raw: log_w, log_w_shadow (samples of mu), log_w_pi (of pi), log_g_pi, log_g[arm]: lists
+    over lengths of (B, G); log_mean[arm], mean_weight[arm]: lists over lengths of
+    numbers."""
+    index = resample(len(raw["log_w"][0]), times)
+
+    def each(f, *series):
+        return over_lengths(f, index, lengths, *series)
+
+    weight = dict(log_var=each(log_var, raw["log_w"]), var_log=each(plain_var, raw["log_w"]),
+                  log_ess=each(log_ess, raw["log_w"]), log_mean=each(log_mean, raw["log_w"]),
+                  log_var_floor=each(log_floor, raw["log_w_pi"]),
+                  kl_pi_mu=each(plain_mean, raw["log_w_pi"]),
+                  log_second_moment_pi=each(log_mean, raw["log_w_pi"]),  # sampled, E_pi W
+                  log_var_shadow=each(log_var, raw["log_w_shadow"]))
     gradient = {}
     for a in ARMS:
-        log_g, shadow = raw["log_g"][a], raw["log_g"]["shadow"]
-        shrunk = [q + shrink(q, m) for q, m in zip(log_g, raw["log_mean"][a])]
-        gradient[a] = dict(log_var=over_lengths(log_mean, shrunk), mean_weight=raw["mean_weight"][a],
-                           log_ratio=over_lengths(lambda x, y: log_mean(x) - log_mean(y), log_g, shadow),
-                           alive=[number(q.isfinite().double().mean()) for q in log_g])  # share of samples with a gradient
-        gradient[a]["log_var_per_token"] = [None if v is None else number(v - 2 * math.log(length))
-                                            for v, length in zip(gradient[a]["log_var"]["value"], lengths)]
-    gradient["seq"]["log_var_floor"] = over_lengths(lambda x: x.mean(-1), [w + g for w, g in zip(raw["log_w_pi"], raw["log_g_pi"])])
+        log_g = raw["log_g"][a]
+        shrunk = [x + shrink(x, m) for x, m in zip(log_g, raw["log_mean"][a])]
+        log_variance = each(log_mean, shrunk)
+        per_token = [None if v is None else number(v - 2 * math.log(length))
+                     for v, length in zip(log_variance["value"], lengths)]
+        gradient[a] = dict(log_var=log_variance, mean_weight=raw["mean_weight"][a],
+                           log_ratio=each(log_ratio, log_g, raw["log_g"]["shadow"]),
+                           # share of samples with a gradient
+                           alive=[number(x.isfinite().double().mean()) for x in log_g],
+                           log_var_per_token=per_token)
+    floor = [w + g for w, g in zip(raw["log_w_pi"], raw["log_g_pi"])]
+    gradient["seq"]["log_var_floor"] = each(plain_mean, floor)
     return dict(weight=weight, gradient=gradient)
 
 
-# ---- what a reader sees
+# what a reader sees: everything as log10, as numbers of this size are not written otherwise
 
-def table(res):
-    """Lines to print: everything as log10, as numbers of this size are not written otherwise."""
-    w, g, lengths = res["weight"], res["gradient"], res["lengths"]
-    n = res["settings"]["prompts"] * res["settings"]["group"]
-    ten = lambda v, digits=1: "-" if v is None else f"{v / math.log(10):.{digits}f}"
-    span = lambda q, i: f"{ten(q['value'][i])} [{ten(q['low'][i])}, {ten(q['high'][i])}]"
-    yield (f"sequence weight W of {n} samples, as log10 (but std and ESS), with 95 % bootstrap intervals over prompts; the floor, a lower "
-           "bound of the true variance, comes from samples of the learner")
-    yield (f"{'tokens':>6} {'Var W, sampled':>24} {'Var W, floor':>24} {'mean W (truth 0)':>24} {'std of ln W':>12} {'ESS / n':>8} "
-           f"{'Var W, shadow':>14}")
-    for i, length in enumerate(lengths):
-        yield (f"{length:6d} " + " ".join(f"{span(w[q], i):>24}" for q in ("log_var", "log_var_floor", "log_mean"))
-               + f" {math.sqrt(w['var_log']['value'][i]):12.2f} {math.exp(w['log_ess']['value'][i]):8.3f} "
-               f"{ten(w['log_var_shadow']['value'][i]):>14}")
-    yield (f"\nvariance of the gradient estimate ({res['parameters']:,} parameters, sum over tokens), as log10; in brackets, times "
-           "shadow's; mean token weight")
-    yield (f"{'tokens':>6} " + " ".join(f"{a:>18}" for a in ARMS) + f" {'seq, floor':>11} {'weight: tis':>12} {'sparse_rl':>10} "
-           f"{'sparse_rl keeps':>16}")
-    factor = lambda v: "0" if v is None else f"{math.exp(v):.3g}" if abs(v) < 500 else f"1e{v / math.log(10):.0f}"
-    cell = lambda a, i: f"{ten(g[a]['log_var']['value'][i], 2)} ({factor(g[a]['log_ratio']['value'][i])})"
-    for i, length in enumerate(lengths):
-        yield (f"{length:6d} " + " ".join(f"{cell(a, i):>18}" for a in ARMS) + f" {ten(g['seq']['log_var_floor']['value'][i]):>11} "
-               f"{g['tis']['mean_weight'][i]:12.3f} {g['sparse_rl']['mean_weight'][i]:10.3f} {g['sparse_rl']['alive'][i]:16.2f}")
-    yield ("\nslope of ln variance: nats per token (straight against L) | power of L (straight against ln L; per token: 2 less); "
-           "r2 of each line")
-    rows = [("W, sampled", w["log_var"]), ("W, floor", w["log_var_floor"]), ("W, shadow", w["log_var_shadow"])]
-    rows += [(f"gradient, {a}", g[a]["log_var"]) for a in ARMS] + [("gradient, seq, floor", g["seq"]["log_var_floor"])]
-    show = lambda s: f"{s['value']:.4f} [{s['low']:.4f}, {s['high']:.4f}] r2 {s['r2']:.2f}" if s and None not in s.values() else "-"
-    for name, q in rows:
-        yield f"{name:>20}: {show(q['slope'].get('per_token')):>42} | {show(q['slope'].get('power')):>42}"
+def ten(v, digits=1):
+    return "-" if v is None else f"{v / math.log(10):.{digits}f}"
 
 
-STYLE = dict(naive=("#D55E00", "--"), tis=("#E69F00", "-."), seq=("#CC79A7", ":"), sparse_rl=("#56B4E9", (0, (5, 1, 1, 1, 1, 1))),
-             shadow=("#009E73", "-"), floor=("#0072B2", (0, (4, 1))))  # Okabe and Ito's colours
+def weight_table(res):
+    w, c = res["weight"], res["settings"]
+
+    def span(q, i):
+        return f"{ten(q['value'][i])} [{ten(q['low'][i])}, {ten(q['high'][i])}]"
+
+    yield (f"sequence weight W of {c['prompts'] * c['group']} samples, as log10 (but std and ESS), "
+           "with 95 % bootstrap intervals over prompts; the floor, a lower bound of the true "
+           "variance, comes from samples of the learner")
+    yield (f"{'tokens':>6} {'Var W, sampled':>24} {'Var W, floor':>24} {'mean W (truth 0)':>24} "
+           f"{'std of ln W':>12} {'ESS / n':>8} {'Var W, shadow':>14}")
+    for i, length in enumerate(res["lengths"]):
+        spans = " ".join(f"{span(w[q], i):>24}" for q in ("log_var", "log_var_floor", "log_mean"))
+        std, ess = math.sqrt(w["var_log"]["value"][i]), math.exp(w["log_ess"]["value"][i])
+        shadow = ten(w["log_var_shadow"]["value"][i])
+        yield f"{length:6d} {spans} {std:12.2f} {ess:8.3f} {shadow:>14}"
+
+
+def factor(v):
+    """exp(v), short."""
+    if v is None:
+        return "0"
+    return f"{math.exp(v):.3g}" if abs(v) < 500 else f"1e{v / math.log(10):.0f}"
+
+
+def gradient_table(res):
+    g = res["gradient"]
+
+    def cell(a, i):
+        return f"{ten(g[a]['log_var']['value'][i], 2)} ({factor(g[a]['log_ratio']['value'][i])})"
+
+    yield (f"\nvariance of the gradient estimate ({res['parameters']:,} parameters, sum over "
+           "tokens), as log10; in brackets, times shadow's; mean token weight")
+    yield (f"{'tokens':>6} " + " ".join(f"{a:>18}" for a in ARMS)
+           + f" {'seq, floor':>11} {'weight: tis':>12} {'sparse_rl':>10} {'sparse_rl keeps':>16}")
+    for i, length in enumerate(res["lengths"]):
+        arms = " ".join(f"{cell(a, i):>18}" for a in ARMS)
+        floor = ten(g["seq"]["log_var_floor"]["value"][i])
+        tis, sparse_rl = g["tis"]["mean_weight"][i], g["sparse_rl"]["mean_weight"][i]
+        alive = g["sparse_rl"]["alive"][i]
+        yield f"{length:6d} {arms} {floor:>11} {tis:12.3f} {sparse_rl:10.3f} {alive:16.2f}"
+
+
+def slope_table(res):
+    w, g = res["weight"], res["gradient"]
+
+    def show(s):
+        if not s or None in s.values():
+            return "-"
+        return f"{s['value']:.4f} [{s['low']:.4f}, {s['high']:.4f}] r2 {s['r2']:.2f}"
+
+    rows = {"W, sampled": w["log_var"], "W, floor": w["log_var_floor"],
+            "W, shadow": w["log_var_shadow"]}
+    rows |= {f"gradient, {a}": g[a]["log_var"] for a in ARMS}
+    rows["gradient, seq, floor"] = g["seq"]["log_var_floor"]
+    yield ("\nslope of ln variance: nats per token (straight against L) | power of L (straight "
+           "against ln L; per token: 2 less); r2 of each line")
+    for name, q in rows.items():
+        per_token, power = show(q["slope"].get("per_token")), show(q["slope"].get("power"))
+        yield f"{name:>20}: {per_token:>42} | {power:>42}"
+
+
+# Okabe and Ito's colours
+STYLE = dict(naive=("#D55E00", "--"), tis=("#E69F00", "-."), seq=("#CC79A7", ":"),
+             sparse_rl=("#56B4E9", (0, (5, 1, 1, 1, 1, 1))), shadow=("#009E73", "-"),
+             floor=("#0072B2", (0, (4, 1))))
+
+
+def finite_log10(*quantities):
+    """All values and ends of intervals that there are, as log10."""
+    every = [v for q in quantities for k in ("value", "low", "high") for v in q[k]]
+    return [v / math.log(10) for v in every if v is not None]
+
+
+def draw(ax, lengths, lines):
+    """lines: (quantity, key of STYLE, label). Labels stand where a line ends or leaves the
+    frame, pushed apart at the right edge."""
+    edge = []
+    for q, key, text in lines:
+        rows = [(x, *(z / math.log(10) for z in v))
+                for x, *v in zip(lengths, q["value"], q["low"], q["high"]) if None not in v]
+        if not rows:
+            continue
+        x, y, low, high = zip(*rows)
+        colour, style = STYLE[key]
+        ax.plot(x, y, color=colour, linestyle=style, linewidth=1.8)
+        ax.fill_between(x, low, high, color=colour, alpha=0.16, linewidth=0)
+        # in the frame's coordinates
+        at = (ax.transData + ax.transAxes.inverted()).transform(list(zip(x, y)))
+        out = next((i for i in range(1, len(at)) if not 0 <= at[i][1] <= 1), None)
+        if out is not None:
+            leaves(ax, at[out - 1], at[out], text=text, colour=colour)
+        elif at[-1][0] > 0.9:
+            edge.append([at[-1][1], text, colour])
+        else:
+            put(ax, at[-1][0] + 0.03, at[-1][1], text=text, colour=colour)
+    edge.sort()
+    for before, label in zip(edge, edge[1:]):
+        two_lines = "\n" in label[1] + before[1]
+        label[0] = max(label[0], before[0] + (0.1 if two_lines else 0.055))
+    for v, text, colour in edge:
+        put(ax, 0.975, v, text=text, colour=colour)
+
+
+def put(ax, u, v, text, colour, va="center"):
+    ax.text(u, v, text, color=colour, transform=ax.transAxes, va=va, fontsize=8.5)
+
+
+def leaves(ax, inside, outside, text, colour):
+    """A label where the line between two points leaves the frame, all in its coordinates."""
+    (u0, v0), (u1, v1) = inside, outside
+    v, va = (1.0, "top") if v1 > 1 else (0.0, "bottom")
+    u = u0 + (u1 - u0) * (v - v0) / (v1 - v0)
+    lift = 0.01 if va == "bottom" else 0
+    put(ax, u + 0.03, v + lift, text=text, colour=colour, va=va)
 
 
 def figure(res, path):
-    """Left: variance of the sequence weight against L. Right: variance of the gradient estimate, both axes logarithmic."""
+    """Left: variance of the sequence weight against L. Right: variance of the gradient
+    estimate, both axes logarithmic."""
     try:
         import matplotlib
-        matplotlib.use("Agg")
-        import matplotlib.pyplot as plt
     except ImportError:
-        return print("no figure: it needs matplotlib (pip install matplotlib); --figure then draws it from the numbers saved", file=sys.stderr)
-    ten, lengths = math.log(10), res["lengths"]
+        print("no figure: it needs matplotlib (pip install matplotlib); --figure then draws it "
+              "from the numbers saved", file=sys.stderr)
+        return
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+    w, g, lengths = res["weight"], res["gradient"], res["lengths"]
     fig, (left, right) = plt.subplots(1, 2, figsize=(9, 4.3), dpi=200)
-
-    def draw(ax, lines):
-        """lines: (quantity, colour key, label). Labels stand where a line ends or leaves the frame, pushed apart at the right edge."""
-        edge = []
-        for q, key, text in lines:
-            rows = [(x, *(z / ten for z in v)) for x, *v in zip(lengths, q["value"], q["low"], q["high"]) if None not in v]
-            if not rows:
-                continue
-            x, y, low, high = zip(*rows)
-            ax.plot(x, y, color=STYLE[key][0], linestyle=STYLE[key][1], linewidth=1.8)
-            ax.fill_between(x, low, high, color=STYLE[key][0], alpha=0.16, linewidth=0)
-            at = (ax.transData + ax.transAxes.inverted()).transform(list(zip(x, y)))  # in the frame's coordinates
-            out = next((i for i in range(1, len(at)) if not 0 <= at[i][1] <= 1), None)
-            if out is None and at[-1][0] > 0.9:
-                edge.append([at[-1][1], text, key])
-                continue
-            (u, v), put = at[-1], "center"
-            if out is not None:
-                (u0, v0), (u1, v1) = at[out - 1:out + 1]
-                v, put = (1.0, "top") if v1 > 1 else (0.0, "bottom")
-                u = u0 + (u1 - u0) * (v - v0) / (v1 - v0)
-            ax.text(u + 0.03, v + (0.01 if put == "bottom" else 0), text, color=STYLE[key][0], transform=ax.transAxes, va=put, fontsize=8.5)
-        edge.sort()
-        for i in range(1, len(edge)):
-            edge[i][0] = max(edge[i][0], edge[i - 1][0] + (0.1 if "\n" in edge[i][1] + edge[i - 1][1] else 0.055))
-        for v, text, key in edge:
-            ax.text(0.975, v, text, color=STYLE[key][0], transform=ax.transAxes, va="center", fontsize=8.5)
-
-    w, g = res["weight"], res["gradient"]
-    values = lambda *qs: [v / ten for q in qs for k in ("value", "low", "high") for v in q[k] if v is not None]
-    every = values(w["log_var"], w["log_var_floor"], w["log_var_shadow"])
+    every = finite_log10(w["log_var"], w["log_var_floor"], w["log_var_shadow"])
     left.set_ylim(min(every), max(every))
     left.set_xlim(0, lengths[-1] * 1.06)
     left.set_xlabel("response length L (tokens)")
     left.set_title("Variance of the sequence weight $W_L$", fontsize=10)
-    plain = values(*(g[a]["log_var"] for a in ("naive", "tis", "shadow")))
-    right.set_ylim(min(plain) - 2.5, max(plain) + 2.5)  # seq leaves the frame: it would press all others flat
+    # seq leaves the frame: it would press all others flat
+    plain = finite_log10(*(g[a]["log_var"] for a in ("naive", "tis", "shadow")))
+    right.set_ylim(min(plain) - 2.5, max(plain) + 2.5)
     right.set_xscale("log", base=2)
     right.set_xlim(lengths[0], lengths[-1] * (lengths[-1] / lengths[0]) ** 0.06)
     right.set_xticks(lengths, lengths)
     right.set_xlabel("response length L (tokens, logarithmic)")
     right.set_title("Variance of the gradient estimate (nats$^2$)", fontsize=10)
-    fig.tight_layout(rect=(0, 0, 0.93, 1), w_pad=8)  # before the labels, which lie outside the frames
-    draw(left, [(w["log_var_floor"], "floor", "dense learner,\nlower bound"), (w["log_var"], "seq", "dense learner,\nas sampled"),
-                (w["log_var_shadow"], "shadow", "shadow: 0 but\nfor rounding")])
-    name = {a: a for a in ARMS} | dict(seq="seq, as sampled")
+    # before the labels, which lie outside the frames
+    fig.tight_layout(rect=(0, 0, 0.93, 1), w_pad=8)
+    draw(left, lengths, [(w["log_var_floor"], "floor", "dense learner,\nlower bound"),
+                         (w["log_var"], "seq", "dense learner,\nas sampled"),
+                         (w["log_var_shadow"], "shadow", "shadow: 0 but\nfor rounding")])
+    name = {**{a: a for a in ARMS}, "seq": "seq, as sampled"}
     if None in g["sparse_rl"]["log_var"]["value"]:
         name["sparse_rl"] = "sparse_rl (then it\ndrops every sample)"
-    draw(right, [(g["seq"]["log_var_floor"], "floor", "seq, lower bound"), *((g[a]["log_var"], a, name[a]) for a in ARMS)])
+    draw(right, lengths, [(g["seq"]["log_var_floor"], "floor", "seq, lower bound"),
+                          *((g[a]["log_var"], a, name[a]) for a in ARMS)])
     for ax in (left, right):
         ax.yaxis.set_major_locator(matplotlib.ticker.MaxNLocator(7, integer=True))
         ax.yaxis.set_major_formatter(lambda y, _: f"$10^{{{y:.0f}}}$")
@@ -328,20 +499,26 @@ def figure(res, path):
     plt.close(fig)
 
 
+# the command line
+
 def settings(argv):
     """-> namespace, list of lengths. Raises ValueError."""
-    c = SimpleNamespace(**configure(DEFAULTS, [a + "=True" if a == "--figure" else a for a in argv], CHOICES, train.REFUSED))
+    argv = ["--figure=True" if arg == "--figure" else arg for arg in argv]
+    c = SimpleNamespace(**configure(DEFAULTS, argv, choices=CHOICES, refused=train.REFUSED))
     train.settings([f"--{k}={getattr(c, k)}" for k in train.DEFAULTS])  # its checks
     try:
         lengths = sorted({int(x) for x in c.lengths.split(",")})
     except ValueError:
-        raise ValueError(f"lengths must be whole numbers with commas between, got {c.lengths!r}") from None
-    if lengths[0] < 2 or c.resamples < 100 or c.prompts < 2 or not c.out:
-        raise ValueError("lengths must be at least 2 (the first token is dense), resamples at least 100, prompts at least 2 (they are "
-                         "resampled), out a folder")
+        raise ValueError("lengths must be whole numbers with commas between, "
+                         f"got {c.lengths!r}") from None
+    if lengths[0] < 2 or c.resamples < 100 or min(c.prompts, c.group) < 2 or not c.out:
+        raise ValueError("lengths must be at least 2 (the first token is dense), resamples at "
+                         "least 100, prompts (they are resampled) and group at least 2, out a "
+                         "folder")
     if c.response_budget:
-        raise ValueError("response_budget: variances are measured without eviction of response keys")
-    train.choose_device(c)
+        raise ValueError("response_budget: variances are measured without eviction of response "
+                         "keys")
+    choose_device(c)
     return c, lengths
 
 
@@ -351,45 +528,60 @@ def run(c, lengths):
     tok = Tokenizer(folder)
     net = Transformer.from_pretrained(folder, device=c.device, dtype=getattr(torch, c.dtype))
     net.vocab_used = min(len(tok), net.config.vocab_size)
-    ids = train.Problems(c, tok).get("train", range(c.prompts))[1]
-    room = net.config.max_pos - max(map(len, ids))
+    problems = Problems(c.task, tok, seed=c.seed, tokens=c.prompt_tokens, n_eval=c.eval_problems)
+    _, ids = problems.get("train", range(c.prompts))
+    longest = max(map(len, ids))
+    room = net.config.max_pos - longest
     if lengths[-1] > room:
-        print(f"left out: {', '.join(str(n) for n in lengths if n > room)} tokens, which with the prompt exceed the model's context of "
-              f"{net.config.max_pos}")
+        print(f"left out: {', '.join(str(n) for n in lengths if n > room)} tokens, which with the "
+              f"prompt exceed the model's context of {net.config.max_pos}")
         lengths = [n for n in lengths if n <= room]
         if not lengths:
             raise ValueError("no length fits the model's context")
-    print(f"{folder}, {c.device}, {c.dtype}; {c.task}: {c.prompts} prompts of up to {max(map(len, ids))} tokens x {c.group} samples of "
-          f"{lengths[-1]} tokens, temperature {c.temperature}; evict {c.evict}, budget {c.budget}; gradients of {c.layers}", flush=True)
+    print(f"{folder}, {c.device}, {c.dtype}; {c.task}: {c.prompts} prompts of up to {longest} "
+          f"tokens x {c.group} samples of {lengths[-1]} tokens, temperature {c.temperature}; "
+          f"evict {c.evict}, budget {c.budget}; gradients of {c.layers}", flush=True)
     raw = measure(net, ids, c, lengths)
-    parameters = sum(p.numel() for p in (net if c.layers == "all" else net.layers[-1]).parameters())
-    plain = {k: [x.tolist() for x in v] if torch.is_tensor(v[0]) else v for k, v in raw.items() if isinstance(v, list)}
-    finite = lambda row: [y if math.isfinite(y) else None for y in row]
-    plain["log_g"] = {a: [[finite(row) for row in x.tolist()] for x in v] for a, v in raw["log_g"].items()}
-    return dict(settings=vars(c), lengths=lengths, parameters=parameters, **summarise(raw, lengths, c.resamples), samples=plain)
+    measured = net if c.layers == "all" else net.layers[-1]
+    return dict(settings=vars(c), lengths=lengths,
+                parameters=sum(p.numel() for p in measured.parameters()),
+                **summarise(raw, lengths, c.resamples), samples=as_lists(raw))
+
+
+def as_lists(raw):
+    """The samples by themselves, for JSON, which has no infinity."""
+    plain = {k: [x.tolist() for x in v] for k, v in raw.items() if isinstance(v, list)}
+    plain["log_g"] = {}
+    for a, by_length in raw["log_g"].items():
+        plain["log_g"][a] = [[[y if math.isfinite(y) else None for y in row] for row in x.tolist()]
+                             for x in by_length]
+    return plain
+
+
+def read_measurement(file):
+    with open(file, encoding="utf-8") as f:
+        try:
+            res = json.load(f)
+        except ValueError as e:
+            raise ValueError(f"{file}: {e}") from None
+    if not isinstance(res, dict) or not {"weight", "gradient", "lengths"} <= res.keys():
+        raise ValueError(f"{file} holds no measurement of this program")
+    return res
 
 
 def main(argv):
-    try:
+    with one_line_errors(ValueError, OSError):
         c, lengths = settings(argv)
-        file, picture = (os.path.join(c.out, "variance" + end) for end in (".json", ".png"))
+        file = os.path.join(c.out, "variance.json")
         if c.figure:
-            with open(file, encoding="utf-8") as f:
-                try:
-                    res = json.load(f)
-                except ValueError as e:
-                    raise ValueError(f"{file}: {e}") from None
-            if not isinstance(res, dict) or not {"weight", "gradient", "lengths"} <= res.keys():
-                raise ValueError(f"{file} holds no measurement of this program")
+            res = read_measurement(file)
         else:
             os.makedirs(c.out, exist_ok=True)
             res = run(c, lengths)
-            train.write_text(file, json.dumps(res))
-        print("\n".join(table(res)))
-        figure(res, picture)
+            write_text(file, json.dumps(res))
+        print("\n".join([*weight_table(res), *gradient_table(res), *slope_table(res)]))
+        figure(res, os.path.join(c.out, "variance.png"))
         print(f"\nnumbers in {file}")
-    except (ValueError, OSError) as e:
-        sys.exit(f"error: {e}")
 
 
 if __name__ == "__main__":

@@ -1,1 +1,1 @@
-"""What only makes it faster: kernels that replace formulas of the files above, and what keeps memory low."""
+"""What only makes it faster: kernels that replace formulas, and what keeps memory low."""

@@ -1,17 +1,18 @@
 """
 What stands between the matrix products of a layer: RMSNorm, rotary embedding, SwiGLU.
 
-The idea. These touch every activation and compute almost nothing, so their time is the number of
-times memory is read and written, and in decoding the number of launches. The formulas stand in
-model.py; here each has one Triton kernel forward and one backward instead of five to ten launches.
-A kernel reads once, computes in fp32, writes once, and saves for the backward pass no more than its
-inputs (and one number a row). tests/test_fused.py holds each against the formula it replaces.
+The idea. These touch every activation and compute almost nothing, so their time is the
+number of times memory is read and written, and in decoding the number of launches. The
+formulas stand in model.py; here each has one Triton kernel forward and one backward instead
+of five to ten launches. A kernel reads once, computes in fp32, writes once, and saves for
+the backward pass no more than its inputs (and one number a row). tests/test_fused.py holds
+each against the formula it replaces.
 
-RMSNorm also has its backward pass by hand on CPU, where autograd would keep and read again every
-intermediate; its forward pass there gives the formula's bits.
+RMSNorm also has its backward pass by hand on CPU, where autograd would keep and read again
+every intermediate; its forward pass there gives the formula's bits.
 
-The gradient of an RMSNorm weight sums over all rows: programs sum over rows in a fixed order and
-their partial sums are added in a fixed order, so two runs agree bit for bit.
+The gradient of an RMSNorm weight sums over all rows: programs sum over rows in a fixed
+order and their partial sums are added in a fixed order, so two runs agree bit for bit.
 
 Left out: LayerNorm, GELU, residual adds (the matrix products before them do those, see
 model.add_product).
@@ -65,8 +66,8 @@ class Norm(torch.autograd.Function):
 
 
 def blocks(width, rows):
-    """(rows, columns) of a program's block, powers of two, holding 4,096 numbers; fewer where there
-    would otherwise be too few programs for a card."""
+    """(rows, columns) of a program's block, powers of two, holding 4,096 numbers; fewer
+    where there would otherwise be too few programs for a card."""
     columns = triton.next_power_of_2(width)
     return max(1, min(4096 // columns, triton.next_power_of_2(rows // 256 + 1))), columns
 
@@ -135,10 +136,11 @@ def norm_backward_kernel(X, W, R, DY, DX, DW, N,
 
 def rotate(q, k, cos, sin):
     """Replaces model.rotate: q (N, nh, hs), k (N, nkv, hs), any strides with hs contiguous;
-    cos, sin (N, hs/2) fp32. Without gradients in place: q and k are what the caller gets back."""
+    cos, sin (N, hs/2) fp32. Without gradients in place: q and k are what the caller gets
+    back."""
     if torch.is_grad_enabled():
         return Rotate.apply(q, k, cos, sin)
-    launch_rotate(q, k, q, k, cos, sin, back=False)
+    launch_rotate(q, k, q_out=q, k_out=k, cos=cos, sin=sin, back=False)
     return q, k
 
 
@@ -151,7 +153,7 @@ class Rotate(torch.autograd.Function):
         # not empty_like, which keeps the gaps between the rows of a view
         q_out = torch.empty(q.shape, device=q.device, dtype=q.dtype)
         k_out = torch.empty(k.shape, device=k.device, dtype=k.dtype)
-        launch_rotate(q, k, q_out, k_out, cos, sin, back=False)
+        launch_rotate(q, k, q_out=q_out, k_out=k_out, cos=cos, sin=sin, back=False)
         return q_out, k_out
 
     @staticmethod
@@ -160,7 +162,7 @@ class Rotate(torch.autograd.Function):
         cos, sin = ctx.saved_tensors
         dq, dk = dq.contiguous(), dk.contiguous()
         q_out, k_out = torch.empty_like(dq), torch.empty_like(dk)
-        launch_rotate(dq, dk, q_out, k_out, cos, sin, back=True)
+        launch_rotate(dq, dk, q_out=q_out, k_out=k_out, cos=cos, sin=sin, back=True)
         return q_out, k_out, None, None
 
 

@@ -1,9 +1,10 @@
 """
 The output matrix: logits, and what is read off them, without holding (rows, vocabulary) at once.
 
-The idea. Of a row of logits the learner needs a few numbers: the log-prob of one token under each
-policy and perhaps the KL between two. `score` computes them from logits; `head_rows` does so from
-hidden states, some rows at a time, and computes each chunk's logits again in the backward pass.
+The idea. Of a row of logits the learner needs a few numbers: the log-prob of one token
+under each policy and perhaps the KL between two. `score` computes them from logits;
+`head_rows` does so from hidden states, some rows at a time, and computes each chunk's
+logits again in the backward pass.
 
 Left out: sharding the vocabulary over cards, fusing product and softmax into one kernel.
 """
@@ -22,9 +23,10 @@ LOGIT_BYTES = 256 * 2**20
 def matmul32(a, b):
     """a (..., n, c) @ b (..., c, m) -> (..., n, m) fp32 (fp64 of fp64); also under torch.vmap.
 
-    bf16 inputs keep the product's fp32 accumulator where the device offers it (CUDA) and are upcast
-    elsewhere: log-probs in the tail move by 0.1 nat if logits are rounded, and sampler and learner
-    round differently. Not differentiable under vmap, nor for bf16 on CUDA (see Head)."""
+    bf16 inputs keep the product's fp32 accumulator where the device offers it (CUDA) and
+    are upcast elsewhere: log-probs in the tail move by 0.1 nat if logits are rounded, and
+    sampler and learner round differently. Not differentiable under vmap, nor for bf16 on
+    CUDA (see Head)."""
     if torch._C._functorch.is_batchedtensor(a) or torch._C._functorch.is_batchedtensor(b):
         return BatchedMatmul32.apply(a, b)
     if not keeps_accumulator(a):
@@ -53,7 +55,7 @@ class BatchedMatmul32(torch.autograd.Function):
 
     @staticmethod
     def vmap(info, in_dims, a, b):
-        """in_dims: where the batch dimension is, which moves to the front; None of a shared input."""
+        """in_dims: where the batch dimension is, which moves to the front; None if all share it."""
         batched = []
         for x, dim in zip((a, b), in_dims):
             if dim is None:
@@ -106,8 +108,8 @@ def entropy_rows(logp):
 
 
 def acceptance_rows(logp_a, logp_b):
-    """Sum of min(p_a, p_b): how often speculative decoding would accept one policy's token for the
-    other's (2606.08446)."""
+    """Sum of min(p_a, p_b): how often speculative decoding would accept one policy's token
+    for the other's (2606.08446)."""
     return torch.minimum(logp_a, logp_b).exp().sum(-1)
 
 
@@ -148,8 +150,8 @@ def chunks(weight, hidden):
 class HeadRows(torch.autograd.Function):
     """`score` of a chunk at a time, without a graph; the backward pass scores it again, with one.
 
-    The weight's gradient is summed over chunks in fp32 and cast once: a bf16 sum would swallow the
-    later chunks."""
+    The weight's gradient is summed over chunks in fp32 and cast once: a bf16 sum would
+    swallow the later chunks."""
     NAMES = ("logp", "kl", "entropy", "accept")
 
     @staticmethod
@@ -185,4 +187,5 @@ class HeadRows(torch.autograd.Function):
                 d = d.to(weight.dtype)  # (chunk, V)
                 d_h[rows] = d @ weight
                 add_matmul32(d_weight, d.t(), h[rows])
+            del logits, out, d_logits, d  # gone before the next chunk's
         return d_weight.to(weight.dtype), None, None, None, None, *d_hidden

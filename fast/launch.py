@@ -1,9 +1,9 @@
 """
 Which kernels run here, and how they are compiled.
 
-The idea. A file of kernels should import wherever PyTorch does: without Triton (Mac, Windows) its
-kernels stay undecorated and nobody calls them. Whether they compute a tensor is asked in one place,
-`kernels(x)`; where it says no, the formula in PyTorch runs.
+The idea. A file of kernels should import wherever PyTorch does: without Triton (Mac,
+Windows) its kernels stay undecorated and nobody calls them. Whether they compute a tensor
+is asked in one place, `kernels(x)`; where it says no, the formula in PyTorch runs.
 
 Left out: other accelerators than CUDA, tables of tuned block sizes.
 """
@@ -22,9 +22,10 @@ except ImportError:
 def jit(*varying, unaligned=()):
     """triton.jit as a decorator; without Triton it leaves the function as it is.
 
-    Triton compiles a kernel again for an integer that is 1 or a multiple of 16, and for a pointer
-    that is not a multiple of 16. varying: names of integers that differ between steps; unaligned:
-    names of pointers into the middle of a tensor. Neither leads to another compilation."""
+    Triton compiles a kernel again for an integer that is 1 or a multiple of 16, and for a
+    pointer that is not a multiple of 16. varying: names of integers that differ between
+    steps; unaligned: names of pointers into the middle of a tensor. Neither leads to
+    another compilation."""
     if triton is None:
         return unchanged
     return triton.jit(

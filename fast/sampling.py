@@ -1,13 +1,15 @@
 """
 Drawing tokens from logits, with the log-probability they were drawn with.
 
-The idea. The largest of log-probs plus Gumbel noise is an exact sample of the softmax (the Gumbel-max trick), and adding a
-constant to the log-probs does not move it, so one pass over a row of logits suffices: keep a running log-sum-exp and the best
-noisy logit. One kernel reads each logit once and leaves five numbers for each part of a row, a second joins the parts; PyTorch
-needs about a dozen passes over (samples, vocabulary).
+The formula that the kernels replace: log_softmax, plus Gumbel noise, argmax (`sample` below, in
+PyTorch). The largest of log-probs plus Gumbel noise is an exact sample of the softmax.
 
-The kernel's noise is counter-based (Philox): a function of (seed, step, row, column) alone, read off the device, so that a CUDA
-graph can replay it and the draws do not depend on how many came before.
+The idea. Adding a constant to the log-probs does not move the maximum, so one pass over a row of
+logits suffices: keep a running log-sum-exp and the best noisy logit. One kernel reads each logit
+once and leaves five numbers for each part of a row, a second joins the parts; PyTorch needs about a
+dozen passes over (samples, vocabulary). The kernel's noise is counter-based (Philox): a function of
+(seed, step, row, column) alone, read off the device, so that a CUDA graph can replay it and the
+draws do not depend on how many came before.
 
 Left out: top-p and top-k (they cut the support and bias every ratio).
 """
@@ -17,98 +19,109 @@ from fast.launch import jit, kernels, tl, triton
 
 
 def sample(logits, temperature, rng, seed, t):
-    """logits (S, V) fp32 -> token (S,), its log-prob (S,) under softmax(logits / temperature); temperature 0: the maximum, at 1.
+    """logits (S, V) fp32 -> token (S,), its log-prob (S,) under softmax(logits / temperature);
+    temperature 0: the maximum, with its log-prob at temperature 1.
 
-    On CUDA the noise is a function of seed (an int) and t (an int64 tensor on the device), elsewhere of the generator rng."""
+    On CUDA the noise is a function of seed (an int) and t (an int64 tensor on the device),
+    elsewhere of the generator rng."""
     if kernels(logits) and logits.dtype == torch.float32:
         return sample_triton(logits, temperature, seed, t)
-    logp = (logits / (temperature or 1.0)).log_softmax(-1)                                            # (S, V)
-    noise = 0.0
+    logp = (logits / (temperature or 1.0)).log_softmax(-1)                 # (S, V)
+    noisy = logp
     if temperature:
-        noise = -torch.empty_like(logp).exponential_(generator=rng).clamp_min_(torch.finfo(logp.dtype).tiny).log_()
-    token = (logp + noise).argmax(-1)                                                                 # (S,)
+        noise = torch.empty_like(logp).exponential_(generator=rng)         # (S, V)
+        noisy = logp - noise.clamp_min_(torch.finfo(logp.dtype).tiny).log_()
+    token = noisy.argmax(-1)                                               # (S,)
     return token, logp.gather(1, token[:, None])[:, 0]
 
 
-BLOCK = 1024  # logits a program reads at once; it does so four times per step of its loop, for Philox makes four words a call
-PARTS = 16    # a row of logits is cut into at most this many parts, each for a program of its own
+BLOCK = 1024  # logits that a program reads at once, four times per step: Philox makes four words
+PARTS = 16    # a row of logits is cut into at most so many parts, each for a program of its own
 
 
 def sample_triton(logits, temperature, seed, t):
+    """`sample` in two kernels; seed: an int, t: an int64 tensor () on the device."""
     (S, V), logits = logits.shape, logits.contiguous()
-    size = 4 * BLOCK * triton.cdiv(V, 4 * BLOCK * PARTS)                                              # logits of one part
+    size = 4 * BLOCK * triton.cdiv(V, 4 * BLOCK * PARTS)                   # logits of one part
     parts = triton.cdiv(V, size)
     found = torch.empty(S, parts, 4, device=logits.device, dtype=torch.float32)
     where = torch.empty(S, parts, device=logits.device, dtype=torch.int32)
     token = torch.empty(S, device=logits.device, dtype=torch.int64)
     logp = torch.empty(S, device=logits.device, dtype=torch.float32)
-    with torch.cuda.device_of(logits):  # Triton launches on the current card, which need not be this one
-        part_kernel[S, parts](logits, found, where, t, seed, V, size, 1 / (temperature or 1.0), GREEDY=not temperature, BLOCK=BLOCK)
-        join_kernel[S,](found, where, token, logp, parts, PARTS=PARTS, num_warps=1)
+    with torch.cuda.device_of(logits):  # Triton launches on the current card, which may be another
+        part_kernel[S, parts](
+            X=logits, FOUND=found, WHERE=where, T=t,
+            seed=seed, V=V, size=size, scale=1 / (temperature or 1.0),
+            GREEDY=not temperature, BLOCK=BLOCK)
+        join_kernel[S,](
+            FOUND=found, WHERE=where, TOKEN=token, LOGP=logp, parts=parts,
+            PARTS=PARTS, num_warps=1)
     return token, logp
 
 
 @jit()
-def consider(x, c, r, m, l, best, at, x_best, GREEDY: tl.constexpr):
-    # one logit x of column c per lane, r 32 random bits. m, l: running maximum and sum of exponentials; best noisy logit, where, which
-    m_new = tl.maximum(m, x)
-    l = l * tl.exp(m - m_new) + tl.exp(x - m_new)
+def consider(x, c, r, m_i, l_i, best, at, x_best, GREEDY: tl.constexpr):
+    # one logit x of column c per lane, r: 32 random bits. m_i, l_i: running maximum and sum
+    # of exponentials; best: the largest noisy logit, at: its column, x_best: without noise
+    m_new = tl.maximum(m_i, x)
+    l_i = l_i * tl.exp(m_i - m_new) + tl.exp(x - m_new)
     noisy = x
     if not GREEDY:
-        u = (r.to(tl.float32) + 0.5) * 2.0 ** -32                          # uniform on (0, 1], fine near 0
-        # the largest noise comes from the smallest exponentials -log(1 - u), where 1 - u would round to 1
+        u = (r.to(tl.float32) + 0.5) * 2.0 ** -32                          # (0, 1], fine near 0
+        # the largest noise comes from the smallest exponentials -log(1 - u), where 1 - u
+        # would round to 1
         e = tl.where(u < 2.0 ** -10, u + 0.5 * u * u, -tl.log(1 - u))
         noisy = x - tl.log(e)
     better = noisy > best
-    return m_new, l, tl.where(better, noisy, best), tl.where(better, c, at), tl.where(better, x, x_best)
+    best = tl.where(better, noisy, best)
+    at = tl.where(better, c, at)
+    x_best = tl.where(better, x, x_best)
+    return m_new, l_i, best, at, x_best
 
 
 @jit("seed")
-def part_kernel(X, FOUND, WHERE, T, seed, V, size, scale, GREEDY: tl.constexpr, BLOCK: tl.constexpr):
-    # one program per row and part of X (S, V); every lane keeps its own running numbers, joined at the end. Word i that
-    # Philox makes for column c serves column c + i * BLOCK
+def part_kernel(X, FOUND, WHERE, T, seed, V, size, scale,
+                GREEDY: tl.constexpr, BLOCK: tl.constexpr):
+    # one program per row and part of X (S, V); every lane keeps its own running numbers,
+    # joined at the end. Word i that Philox makes for column c serves column c + i * BLOCK
     row, part, lane = tl.program_id(0), tl.program_id(1), tl.arange(0, BLOCK)
     X += row.to(tl.int64) * V
     step = tl.load(T).to(tl.int32)
-    m = tl.full((BLOCK,), -3e38, tl.float32)                               # finite: -inf - (-inf) is NaN
-    l = tl.zeros((BLOCK,), tl.float32)
-    best, x_best, at = m, m, lane
+    m_i = tl.full((BLOCK,), -3e38, tl.float32)                             # -inf - (-inf) is NaN
+    l_i = tl.zeros((BLOCK,), tl.float32)
+    best, x_best, at = m_i, m_i, lane
     for start in range(part * size, min(part * size + size, V), 4 * BLOCK):
         c = start + lane
         zero = tl.zeros_like(c)
-        r0, r1, r2, r3 = tl.philox(seed, c, zero + row, zero + step, zero)
-        x = tl.load(X + c, mask=c < V, other=float("-inf")) * scale
-        m, l, best, at, x_best = consider(x, c, r0, m, l, best, at, x_best, GREEDY)
-        c += BLOCK
-        x = tl.load(X + c, mask=c < V, other=float("-inf")) * scale
-        m, l, best, at, x_best = consider(x, c, r1, m, l, best, at, x_best, GREEDY)
-        c += BLOCK
-        x = tl.load(X + c, mask=c < V, other=float("-inf")) * scale
-        m, l, best, at, x_best = consider(x, c, r2, m, l, best, at, x_best, GREEDY)
-        c += BLOCK
-        x = tl.load(X + c, mask=c < V, other=float("-inf")) * scale
-        m, l, best, at, x_best = consider(x, c, r3, m, l, best, at, x_best, GREEDY)
-    top, winner = tl.max(m, 0), tl.max(best, 0)
+        words = tl.philox(seed, c, zero + row, zero + step, zero)
+        for i in tl.static_range(4):
+            x = tl.load(X + c, mask=c < V, other=float("-inf")) * scale
+            m_i, l_i, best, at, x_best = consider(x, c, words[i], m_i, l_i, best, at, x_best,
+                                                  GREEDY)
+            c += BLOCK
+    top, winner = tl.max(m_i, 0), tl.max(best, 0)
     token = tl.min(tl.where(best == winner, at, V - 1), 0)                 # of equals the first
+    x_token = tl.max(tl.where((at == token) & (best == winner), x_best, float("-inf")), 0)
     FOUND += (row * tl.num_programs(1) + part) * 4
     tl.store(FOUND, top)
-    tl.store(FOUND + 1, tl.sum(l * tl.exp(m - top), 0))
+    tl.store(FOUND + 1, tl.sum(l_i * tl.exp(m_i - top), 0))
     tl.store(FOUND + 2, winner)
-    tl.store(FOUND + 3, tl.max(tl.where((at == token) & (best == winner), x_best, float("-inf")), 0))
+    tl.store(FOUND + 3, x_token)
     tl.store(WHERE + row * tl.num_programs(1) + part, token)
 
 
 @jit("parts")
 def join_kernel(FOUND, WHERE, TOKEN, LOGP, parts, PARTS: tl.constexpr):
+    # one program per row
     row, part = tl.program_id(0), tl.arange(0, PARTS)
     real, i = part < parts, row * parts + part
-    m = tl.load(FOUND + i * 4, mask=real, other=-3e38)
+    m = tl.load(FOUND + i * 4, mask=real, other=-3e38)                     # (PARTS,)
     l = tl.load(FOUND + i * 4 + 1, mask=real, other=0.0)
     best = tl.load(FOUND + i * 4 + 2, mask=real, other=float("-inf"))
     x = tl.load(FOUND + i * 4 + 3, mask=real, other=0.0)
     at = tl.load(WHERE + i, mask=real, other=0)
     top = tl.max(m, 0)
-    first = tl.min(tl.where(best == tl.max(best, 0), part, PARTS - 1), 0)
+    first = tl.min(tl.where(best == tl.max(best, 0), part, PARTS - 1), 0)  # of equals the first
     chosen = tl.sum(tl.where(part == first, x, 0.0), 0)
     tl.store(TOKEN + row, tl.sum(tl.where(part == first, at, 0), 0).to(tl.int64))
     tl.store(LOGP + row, chosen - top - tl.log(tl.sum(l * tl.exp(m - top), 0)))

@@ -1,8 +1,10 @@
 """
-Online DPO under the Shadow Mask: raise the odds of a group's best response over its worst, against the initial model.
+Online DPO under the Shadow Mask: raise the odds of a group's best response over its worst, measured
+against the initial model.
 
-The idea. The reward only ranks the samples of a group. Both responses are scored by the learner and by a frozen copy of the
-initial model, each under the mask that the rollout logged, so the policy that is updated is the policy that sampled.
+The idea. The reward only ranks the samples of a group. Both responses are scored by the learner and
+by a frozen copy of the initial model, each under the mask that the rollout logged, so the policy
+that is updated is the policy that sampled.
 
 References: DPO 2305.18290, online DPO 2402.04792 (arXiv).
 """
@@ -18,40 +20,48 @@ class DPO:
     def __init__(self, model, settings, initial):
         c = self.c = settings
         if c.group < 2:
-            raise ValueError(f"group must be at least 2, got {c.group}: samples of one prompt are compared")
+            raise ValueError(f"group must be at least 2, got {c.group}: samples of one prompt are "
+                             "compared")
         if c.correction != "none":
-            raise ValueError(f"correction={c.correction} weighs tokens of the clipped surrogate, which objective=dpo does not have")
+            raise ValueError(f"correction={c.correction} weighs tokens of the clipped surrogate, "
+                             "which objective=dpo does not have")
         self.reference = initial()
 
     def prepare(self, rollout, rewards, score):
         pairs = best_and_worst(rollout, rewards)
-        batch = {}
-        if pairs.prompts:  # else nothing to learn from: the weights stay as they are
-            batch = dict(ref=score(pairs, model=self.reference)[self.c.learner], scale=token_scale(pairs.mask, self.c.norm))
-        return pairs, batch, dict(pairs=len(pairs.prompts))
+        log = dict(pairs=len(pairs.prompts))
+        if not pairs.prompts:
+            return pairs, {}, log
+        ref = score(pairs, model=self.reference)[self.c.learner]          # (pairs, 2, R)
+        return pairs, dict(ref=ref, scale=token_scale(pairs.mask, self.c.norm)), log
 
     def loss(self, out, part, batch, old, whole):
         losses, margins = dpo_loss(out[self.c.learner], batch["ref"], part.mask, self.c.beta)
-        n = len(whole.prompts)
-        return losses.sum() / n, dict(margin=margins.sum().item() / n)
+        pairs = len(whole.prompts)
+        return losses.sum() / pairs, dict(margin=margins.sum().item() / pairs)
 
 
 def best_and_worst(rollout, rewards):
-    """The rollout of a pair per prompt, best response first, by rewards (B, G); of equals the first. -> Rollout, G = 2
+    """The rollout of a pair per prompt, best response first, by rewards (B, G); of equals the
+    first. -> Rollout, G = 2
 
-    Prompts whose responses all earned the same have no pair and are left out, so the rollout may hold no prompt at all."""
-    differ = rewards.max(1).values > rewards.min(1).values                                    # (B,)
-    pair = torch.stack([rewards.argmax(1), rewards.argmin(1)], 1)                             # (B, 2) samples
+    Prompts whose responses all earned the same have no pair and are left out, so the rollout may
+    hold no prompt at all."""
+    differ = rewards.max(1).values > rewards.min(1).values                # (B,)
+    pair = torch.stack([rewards.argmax(1), rewards.argmin(1)], 1)         # (B, 2) samples
     return rollout.select(differ.nonzero()[:, 0], pair[differ])
 
 
 def dpo_loss(logp, logp_ref, mask, beta=0.1):
-    """-log sigmoid(beta ((logp_w - ref_w) - (logp_l - ref_l))), summed log-probs of whole responses (2305.18290, eq. 7).
+    """-log sigmoid(beta ((logp_w - ref_w) - (logp_l - ref_l))), of whole responses (2305.18290,
+    eq. 7).
 
-    logp, logp_ref, mask (B, 2, R), the better response (w) first, the reference without gradient -> losses (B,), margins
-    (B,) detached: what stands in the brackets behind beta. What stands past the mask has no influence, NaN included."""
+    logp, logp_ref, mask (B, 2, R), the better response (w) first, the reference without gradient ->
+    losses (B,), margins (B,) detached: what stands in the brackets behind beta. What stands past
+    the mask has no influence, NaN included."""
     if logp.shape[1] != 2:
         raise ValueError(f"a pair has 2 responses, got {logp.shape[1]}")
-    gain = (torch.where(mask, logp, 0.0) - torch.where(mask, logp_ref.detach(), 0.0)).sum(-1)  # (B, 2)
+    gain = torch.where(mask, logp, 0.0) - torch.where(mask, logp_ref.detach(), 0.0)
+    gain = gain.sum(-1)                                                   # (B, 2)
     margin = gain[:, 0] - gain[:, 1]
     return -F.logsigmoid(beta * margin), margin.detach()

@@ -1,8 +1,10 @@
 """
 fp32 master weights for a model that may hold bf16.
 
-The idea. Sampler and learner read one set of (bf16) weights, so the policy that sampled is the policy that is scored; the
-optimizer owns fp32 copies and rounds them down after each step. Gradients of micro-batches add up in fp32.
+The idea. Sampler and learner read one set of (bf16) weights, so the policy that sampled is
+the policy that is scored. The optimizer owns fp32 copies, the masters, and rounds them down
+after each step: an update of 1e-6 is below bf16's spacing, so it must be summed up in fp32.
+Gradients of micro-batches add up in fp32 too.
 """
 from functools import partial
 
@@ -10,29 +12,44 @@ import torch
 
 
 class Masters:
-    """fp32 weights that the optimizer (AdamW) owns. c: settings with lr, beta2 and weight_decay. The model may hold bf16
-    copies: an update of 1e-6 is below bf16's spacing, so it must be summed up here. For an fp32 model the masters are its
-    own parameters. value: PPO's value head, an fp32 module trained and saved with the model's weights."""
+    """The fp32 weights that the optimizer (AdamW) updates; of an fp32 model they are its own
+    parameters.
+
+    c: settings with lr, beta2 and weight_decay. value: PPO's value head, an fp32 module
+    that is trained and saved with the model's weights."""
 
     def __init__(self, model, c, value=None):
-        self.params = [*model.parameters(), *(value.parameters() if value is not None else [])]
-        self.masters = [p if p.dtype == torch.float32 else p.detach().float().requires_grad_() for p in self.params]
-        self.optimizer = torch.optim.AdamW(self.masters, lr=c.lr, betas=(0.9, c.beta2), weight_decay=c.weight_decay, fused=True)
-        for p, m in zip(self.params, self.masters):
-            if p is not m:
-                p.register_post_accumulate_grad_hook(partial(self.collect, m))
+        self.params = list(model.parameters())
+        if value is not None:
+            self.params += value.parameters()
+        self.masters = [p if p.dtype == torch.float32 else p.detach().float().requires_grad_()
+                        for p in self.params]
+        self.optimizer = torch.optim.AdamW(self.masters, lr=c.lr, betas=(0.9, c.beta2),
+                                           weight_decay=c.weight_decay, fused=True)
+        for p, master in self.copies():
+            p.register_post_accumulate_grad_hook(partial(self.collect, master))
+
+    def copies(self):
+        """(parameter, master) where they are two tensors"""
+        return [(p, m) for p, m in zip(self.params, self.masters) if p is not m]
 
     @staticmethod
-    def collect(m, p):
-        """In the middle of a backward pass, when p.grad is complete: add it to the master's in fp32 and free it."""
-        m.grad = p.grad.float() if m.grad is None else m.grad.add_(p.grad)
+    def collect(master, p):
+        """In the middle of a backward pass, when p.grad is complete: add it to the master's
+        in fp32 and free it."""
+        if master.grad is None:
+            master.grad = p.grad.float()
+        else:
+            master.grad.add_(p.grad)
         p.grad = None
 
     def step(self, lr, grad_clip):
-        """Clip, update the masters, copy them down. -> gradient norm before clipping"""
+        """Clip, update the masters, copy them down. -> gradient norm before clipping. Raises
+        FloatingPointError, before anything is changed, if that is not finite."""
         norm = torch.nn.utils.clip_grad_norm_(self.masters, grad_clip)
         if not norm.isfinite():
-            raise FloatingPointError(f"the gradient's norm is {norm.item()}: the weights were left as they are; lower lr?")
+            raise FloatingPointError(f"the gradient's norm is {norm.item()}: "
+                                     "the weights were left as they are; lower lr?")
         for group in self.optimizer.param_groups:
             group["lr"] = lr
         self.optimizer.step()
@@ -42,18 +59,18 @@ class Masters:
 
     @torch.no_grad()
     def copy_down(self):
-        for p, m in zip(self.params, self.masters):
-            if p is not m:
-                p.copy_(m)
+        for p, master in self.copies():
+            p.copy_(master)
 
     def state(self):
-        return dict(masters=[m.detach() for m in self.masters], optimizer=self.optimizer.state_dict())
+        return dict(masters=[m.detach() for m in self.masters],
+                    optimizer=self.optimizer.state_dict())
 
     @torch.no_grad()
     def load(self, state):
         if [m.shape for m in self.masters] != [saved.shape for saved in state["masters"]]:
             raise ValueError("the checkpoint's weights have other shapes than the model")
-        for m, saved in zip(self.masters, state["masters"]):
-            m.copy_(saved)
+        for master, saved in zip(self.masters, state["masters"]):
+            master.copy_(saved)
         self.optimizer.load_state_dict(state["optimizer"])
         self.copy_down()

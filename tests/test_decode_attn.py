@@ -1,6 +1,7 @@
 """
-Attention of a decoding step: reference and kernel against the fp64 formula; the kernel on a GPU if there is one, else in Triton's
-interpreter, in a process of its own (TRITON_INTERPRET must be set before the import).
+Attention of a decoding step: the PyTorch path and the kernel against the fp64 formula; the kernel
+on a GPU if there is one, else in Triton's interpreter, in a process of its own (TRITON_INTERPRET
+must be set before the import).
 """
 import os
 import subprocess
@@ -18,11 +19,16 @@ CUDA = torch.cuda.is_available()
 INTERPRET = os.environ.get("TRITON_INTERPRET") == "1"
 DEVICE = "cuda" if CUDA else "cpu"
 REAL = {name: getattr(decode_attn, name) for name in ("BLOCK", "SPLIT", "PROGRAMS")}
-kernel = pytest.mark.skipif(triton is None or not (CUDA or INTERPRET), reason="needs a GPU or TRITON_INTERPRET=1")
+kernel = pytest.mark.skipif(triton is None or not (CUDA or INTERPRET),
+                            reason="needs a GPU or TRITON_INTERPRET=1")
 IMPLS = ["ref", pytest.param("triton", marks=kernel)]
-#         B, G, nh, nkv, hs, K, R, t: one sample; equal heads; three and six query heads a KV head; first and last slot; no power of two
-SHAPES = [(1, 1, 2, 2, 24, 1, 1, 0), (2, 2, 3, 1, 16, 40, 9, 3), (2, 3, 6, 1, 64, 70, 40, 39), (1, 2, 4, 2, 8, 33, 20, 17),
-          (2, 12, 12, 2, 16, 64, 3, 0), (3, 2, 2, 2, 128, 5, 50, 33)]
+SHAPES = [  # B, G, nh, nkv, hs, K, R, t
+    (1, 1, 2, 2, 24, 1, 1, 0),        # one sample, first and last slot
+    (2, 2, 3, 1, 16, 40, 9, 3),       # three query heads a KV head
+    (2, 3, 6, 1, 64, 70, 40, 39),     # six
+    (1, 2, 4, 2, 8, 33, 20, 17),      # no power of two
+    (2, 12, 12, 2, 16, 64, 3, 0),
+    (3, 2, 2, 2, 128, 5, 50, 33)]     # equal heads
 
 
 @pytest.fixture(autouse=True)
@@ -37,41 +43,81 @@ def error(got, want):
     return ((got.double() - want).norm() / want.norm()).item()
 
 
+def same(a, b):
+    """Equal bit for bit; NaN equals NaN."""
+    return torch.equal(a.nan_to_num(7.0), b.nan_to_num(7.0))
+
+
+def finite_example(*shape, dtype):
+    """An example whose slots that do not count hold 1.0, not NaN."""
+    return [x.nan_to_num(1.0) if x.is_floating_point() else x
+            for x in example(*shape, DEVICE, dtype)]
+
+
 @pytest.mark.parametrize("impl", IMPLS)
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 @pytest.mark.parametrize("dtype", [torch.float32] + [torch.bfloat16] * CUDA, ids=str)
 def test_against_formula(impl, shape, dtype):
-    """Values; slots that do not count hold NaN, which must not leak; the new key and value are stored at slot t and nowhere else."""
+    """Values; slots that do not count hold NaN, which must not leak; the new key and value
+    are stored at slot t and nowhere else."""
     torch.manual_seed(0)
     q, k, v, *rest = example(*shape, DEVICE, dtype)
     want, before, t = formula(q, k, v, *rest), [x.clone() for x in rest], shape[-1]
     got = decode_attention(q, k, v, *rest, impl=impl)
-    assert got.dtype == dtype and error(got, want) < (1e-6 if dtype == torch.float32 else 6e-3)
+    assert got.dtype == dtype
+    assert error(got, want) < (1e-6 if dtype == torch.float32 else 6e-3)
     for x, now, new in ((before[3], rest[3], k), (before[4], rest[4], v)):
         assert torch.equal(now[:, :, t], new)
         x[:, :, t] = new
-        assert torch.equal(now.nan_to_num(7.0), x.nan_to_num(7.0))
-    assert all(torch.equal(a.nan_to_num(7.0), b.nan_to_num(7.0)) for a, b in zip(before[:3], rest[:3]))
+        assert same(now, x)
+    assert all(same(a, b) for a, b in zip(before[:3], rest[:3]))
 
 
 @pytest.mark.parametrize("impl", IMPLS)
 def test_negative_controls(impl):
     """Each of these mistakes is far outside the tolerance."""
     torch.manual_seed(0)
-    q, k, v, pk, pv, n_kept, rk, rv, t = (x.nan_to_num(1.0) if x.is_floating_point() else x for x in example(2, 3, 6, 2, 16, 40, 30, 11, DEVICE, torch.float32))
-    n_kept[1] = 20
-    want = formula(q, k, v, pk, pv, n_kept, rk, rv, t)
-    go = lambda q=q, k=k, v=v, pk=pk, n=n_kept, t=t: error(decode_attention(q, k, v, pk, pv, n, rk.clone(), rv.clone(), t, impl=impl), want)
-    assert go() < 1e-6
-    assert go(n=torch.full_like(n_kept, 40)) > 1e-2           # padding taken for keys
-    assert go(t=t - 1) > 1e-2 and go(t=t + 1) > 1e-2          # one response key too few, one too many
-    assert go(k=k.flip(1)) > 1e-2                             # the new token under the other KV head
-    assert go(pk=pk.flip(0)) > 1e-2                           # the other prompt's keys
-    assert go(q=q.roll(1, 1)) > 1e-2                          # query heads shifted by one
-    # the new token dropped: the last response key takes its place, so that the formula sees the t earlier ones and no more
-    last = [x[:, :, t - 1] for x in (rk, rv)]
-    without = formula(q, *last, pk, pv, n_kept, rk, rv, t - 1)
+    names = "q k v prompt_k prompt_v n_kept response_k response_v t".split()
+    shape = 2, 3, 6, 2, 16, 40, 30, 11
+    right = dict(zip(names, finite_example(*shape, dtype=torch.float32)))
+    right["n_kept"][1] = 20
+    want = formula(**right)
+
+    def wrong_by(**change):
+        fresh = {name: right[name].clone() for name in ("response_k", "response_v")}
+        return error(decode_attention(**{**right, **fresh, **change}, impl=impl), want)
+
+    q, k, t, n_kept = right["q"], right["k"], right["t"], right["n_kept"]
+    assert wrong_by() < 1e-6
+    assert wrong_by(n_kept=torch.full_like(n_kept, 40)) > 1e-2      # padding taken for keys
+    assert wrong_by(t=t - 1) > 1e-2                                 # one response key too few
+    assert wrong_by(t=t + 1) > 1e-2                                 # one too many
+    assert wrong_by(k=k.flip(1)) > 1e-2                             # new token, other KV head
+    assert wrong_by(prompt_k=right["prompt_k"].flip(0)) > 1e-2      # the other prompt's keys
+    assert wrong_by(q=q.roll(1, 1)) > 1e-2                          # query heads shifted by one
+    # the new token dropped: the last response key takes its place, so that the formula sees
+    # the t earlier ones and no more
+    last_k, last_v = (right[name][:, :, t - 1] for name in ("response_k", "response_v"))
+    without = formula(**{**right, "k": last_k, "v": last_v, "t": t - 1})
     assert error(without, want) > 1e-2
+
+
+@pytest.mark.parametrize("impl", IMPLS)
+def test_kv_heads_hold_different_numbers_of_keys(impl):
+    """NaN in the slots that one head does not use and another does; the counts of another
+    head, of another prompt or of the fullest head are wrong."""
+    torch.manual_seed(0)
+    q, k, v, *prompt, _, rk, rv, t = finite_example(2, 3, 6, 2, 16, 40, 30, 11, dtype=torch.float32)
+    n_kept = torch.tensor([[40, 7], [1, 23]], device=DEVICE, dtype=torch.int32)
+    padding = torch.arange(40, device=DEVICE) >= n_kept[:, :, None]  # (B, nkv, K)
+    dirty = [x.masked_fill(padding[..., None], float("nan")) for x in prompt]
+    want = formula(q, k, v, *dirty, n_kept, rk, rv, t)
+    assert want.isfinite().all()
+    assert error(decode_attention(q, k, v, *dirty, n_kept, rk, rv, t, impl=impl), want) < 1e-6
+    fullest = n_kept.amax(1, keepdim=True).repeat(1, 2)
+    for wrong in (n_kept.flip(1), n_kept.flip(0), fullest):
+        got = decode_attention(q, k, v, *prompt, wrong.contiguous(), rk, rv, t, impl=impl)
+        assert error(got, want) > 1e-2
 
 
 def test_refuses_an_impl_that_cannot_run():
@@ -81,52 +127,68 @@ def test_refuses_an_impl_that_cannot_run():
             decode_attention(*args, impl=impl)
 
 
+def test_refuses_one_count_for_all_kv_heads():
+    q, k, v, pk, pv, n_kept, *rest = example(2, 1, 2, 2, 16, 4, 3, 1, "cpu", torch.float32)
+    with pytest.raises(ValueError, match=r"n_kept must be \(B, nkv\) = \(2, 2\), got \(2,\)"):
+        decode_attention(q, k, v, pk, pv, n_kept[:, 0], *rest)
+
+
 @kernel
 def test_kernel_refuses_other_layouts():
-    q, k, v, *rest = example(1, 2, 2, 2, 16, 20, 5, 2, DEVICE, torch.float32)
+    q, k, v, pk, pv, n_kept, *rest = example(1, 2, 2, 2, 16, 20, 5, 2, DEVICE, torch.float32)
+    apart = q.transpose(1, 2).contiguous().transpose(1, 2)
     with pytest.raises(ValueError, match="heads of q, k and v"):
-        decode_attention(q.transpose(1, 2).contiguous().transpose(1, 2), k, v, *rest, impl="triton")
+        decode_attention(apart, k, v, pk, pv, n_kept, *rest, impl="triton")
+    with pytest.raises(ValueError, match="n_kept be contiguous"):
+        decode_attention(q, k, v, pk, pv, n_kept[:, :1].expand(-1, 2), *rest, impl="triton")
 
 
 @pytest.mark.skipif(not CUDA, reason="needs a GPU")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
-@pytest.mark.parametrize("shape", [(2, 8, 9, 3, 64, 256, 127, 126), (2, 8, 12, 2, 128, 1024, 300, 280)], ids=str)
+@pytest.mark.parametrize("shape", [(2, 8, 9, 3, 64, 256, 127, 126),
+                                   (2, 8, 12, 2, 128, 1024, 300, 280)], ids=str)
 def test_real_blocks(monkeypatch, shape, dtype):
-    """The block sizes of a rollout, which must also fit the card's shared memory in every dtype."""
+    """The block sizes of a rollout must also fit the card's shared memory in every dtype."""
     for name, size in REAL.items():
         monkeypatch.setattr(decode_attn, name, size)
     torch.manual_seed(0)
     args = example(*shape, DEVICE, dtype)
     want = formula(*args)
-    assert error(decode_attention(*args, impl="triton"), want) < (1e-5 if dtype == torch.float32 else 1e-2)
+    tolerance = 1e-5 if dtype == torch.float32 else 1e-2
+    assert error(decode_attention(*args, impl="triton"), want) < tolerance
 
 
 @pytest.mark.skipif(not CUDA, reason="needs a GPU")
 def test_one_graph_serves_every_step():
-    """A graph recorded once and replayed while t advances gives what separate calls give, bit for bit."""
+    """A graph recorded once and replayed while t advances gives what separate calls give,
+    bit for bit."""
     torch.manual_seed(0)
-    q, k, v, pk, pv, n_kept, rk, rv, t = (x.nan_to_num(1.0) if x.is_floating_point() else x
-                                          for x in example(2, 4, 6, 2, 64, 300, 40, 0, "cuda", torch.bfloat16))
-    decode_attention(q, k, v, pk, pv, n_kept, rk.clone(), rv.clone(), t)  # compiles
+    shape = 2, 4, 6, 2, 64, 300, 40, 0
+    *fixed, rk, rv, t = finite_example(*shape, dtype=torch.bfloat16)
+    decode_attention(*fixed, rk.clone(), rv.clone(), t)  # compiles
     rk2, rv2, t2, graph = rk.clone(), rv.clone(), t.clone(), torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        out = decode_attention(q, k, v, pk, pv, n_kept, rk2, rv2, t2)
+        out = decode_attention(*fixed, rk2, rv2, t2)
         t2.add_(1)
     previous = None
     for step in range(40):
         graph.replay()
-        want = decode_attention(q, k, v, pk, pv, n_kept, rk, rv, torch.tensor(step, device="cuda"))
-        assert torch.equal(out, want) and (previous is None or not torch.equal(out, previous))
+        want = decode_attention(*fixed, rk, rv, torch.tensor(step, device="cuda"))
+        assert torch.equal(out, want)
+        assert previous is None or not torch.equal(out, previous)
         previous = want
     assert torch.equal(rk, rk2) and torch.equal(rv, rv2)
 
 
-@pytest.mark.skipif(CUDA or INTERPRET or triton is None, reason="runs the kernels where there is no GPU")
+@pytest.mark.skipif(CUDA or INTERPRET or triton is None,
+                    reason="runs the kernels where there is no GPU")
 def test_kernels_in_interpreter(pass_in_interpreter):
     pass_in_interpreter(__file__, "(triton or kernel) and not interpreter")
 
 
 def test_self_check_command():
     env = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
-    result = subprocess.run([sys.executable, "decode_attn.py"], cwd=ROOT, env=env, capture_output=True, text=True)
-    assert result.returncode == 0 and result.stdout.rstrip().endswith("ok"), result.stdout + result.stderr
+    command = [sys.executable, "-m", "fast.decode_attn"]
+    result = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True)
+    assert result.returncode == 0, result.stdout + result.stderr
+    assert result.stdout.rstrip().endswith("ok")

@@ -1,21 +1,25 @@
 """
-Fused functions and the sampler against formulas in fp64: the kernels on a GPU if there is one, else in Triton's interpreter, in a
-process of its own (TRITON_INTERPRET must be set before the import); what runs on CPU here.
+Fused functions against the formulas that they replace in model.py, and those against formulas of
+their own, in fp64; the sampler's kernel.
+
+The kernels run on a GPU if there is one, else in Triton's interpreter, in a process of its own
+(TRITON_INTERPRET must be set before the import). What runs on CPU instead of them runs here.
 """
 import os
 
 import pytest
 import torch
 
+import model
 from fast import fused, launch
-from fast.fused import rms_norm, rotate, rotate_one, swiglu
 from fast.launch import triton
 from fast.sampling import sample
 
 CUDA = torch.cuda.is_available()
 INTERPRET = os.environ.get("TRITON_INTERPRET") == "1"
 DEVICE = "cuda" if CUDA else "cpu"
-kernel = pytest.mark.skipif(triton is None or not (CUDA or INTERPRET), reason="needs a GPU or TRITON_INTERPRET=1")
+kernel = pytest.mark.skipif(
+    triton is None or not (CUDA or INTERPRET), reason="needs a GPU or TRITON_INTERPRET=1")
 DTYPES = [torch.float32] + [torch.bfloat16] * CUDA
 TOLERANCE = {torch.float32: 1e-6, torch.bfloat16: 6e-3}
 
@@ -35,16 +39,34 @@ def rotate_formula(q, k, cos, sin):
     return tuple(torch.cat((x.real, x.imag), -1) for x in z)
 
 
-def both(f, formula, leaves, grads):
-    """[outputs and gradients] of f and, in fp64 by autograd, of the formula."""
-    results = []
-    for change, f in ((lambda x: x.detach(), f), (lambda x: x.detach().double(), formula)):
-        x = [change(x).requires_grad_() for x in leaves]
-        y = f(*x)
-        y = y if isinstance(y, tuple) else (y,)
-        results.append([*y, *torch.autograd.grad(y, x, [change(g).to(o.dtype) for g, o in zip(grads, y)])])
-    assert launch.kernels(leaves[0]) == (CUDA or INTERPRET) and not launch.kernels(leaves[0].double())
-    return results
+def swiglu_formula(x):
+    gate, up = x.chunk(2, -1)
+    return gate / (1 + torch.exp(-gate)) * up
+
+
+def results(f, leaves, grads):
+    """[outputs and gradients] of f by autograd."""
+    leaves = [x.detach().requires_grad_() for x in leaves]
+    y = f(*leaves)
+    if not isinstance(y, tuple):
+        y = (y,)
+    grads = [g.to(o.dtype) for g, o in zip(grads, y)]
+    return [*y, *torch.autograd.grad(y, leaves, grads)]
+
+
+def compare(f, replaced, formula, leaves, grads):
+    """f against the function of model.py that it replaces and both against a formula, these two in
+    fp64. -> results of f"""
+    assert launch.kernels(leaves[0]) == (CUDA or INTERPRET)
+    assert not launch.kernels(leaves[0].double())
+    got = results(f, leaves, grads)
+    wide = [x.double() for x in leaves]
+    want = results(replaced, wide, [g.double() for g in grads])
+    apart = results(formula, wide, [g.double() for g in grads])
+    tolerance = TOLERANCE[leaves[0].dtype]
+    assert error(want, apart) < 1e-12
+    assert error(got, want) < tolerance and error(got, apart) < tolerance
+    return got
 
 
 def rand(*shape, dtype):
@@ -55,12 +77,19 @@ def rand(*shape, dtype):
 @pytest.mark.parametrize("shape", ((1, 576), (33, 48), (5, 3, 128), (300, 20)), ids=str)
 def test_rms_norm(shape, dtype, monkeypatch):
     monkeypatch.setattr(fused, "PROGRAMS", 3)  # so that a program sums over several blocks of rows
+
+    def f(x, w):
+        return fused.rms_norm(x, w, 1e-6)
+
+    def replaced(x, w):
+        return model.rms_norm(x, w, 1e-6)
+
     x, w = rand(*shape, dtype=dtype), 1 + 0.3 * rand(shape[-1], dtype=dtype)
-    got, want = both(lambda x, w: rms_norm(x, w, 1e-6), norm_formula, (x, w), (rand(*shape, dtype=dtype),))
-    assert error(got, want) < TOLERANCE[dtype]
-    assert error(got[:1], [rms_norm(x.double(), w.double(), 0.1)]) > 1e-2  # the control: another eps
-    again, _ = both(lambda x, w: rms_norm(x, w, 1e-6), norm_formula, (x, w), (torch.ones_like(x),))
-    once, _ = both(lambda x, w: rms_norm(x, w, 1e-6), norm_formula, (x, w), (torch.ones_like(x),))
+    got = compare(f, replaced, norm_formula, (x, w), (rand(*shape, dtype=dtype),))
+    # the control: another eps
+    assert error(got[:1], [model.rms_norm(x.double(), w.double(), 0.1)]) > 1e-2
+    again = results(f, (x, w), (torch.ones_like(x),))
+    once = results(f, (x, w), (torch.ones_like(x),))
     assert all(torch.equal(a, b) for a, b in zip(again, once))
 
 
@@ -69,17 +98,28 @@ def test_rms_norm(shape, dtype, monkeypatch):
 def test_rotate(N, nh, nkv, hs, dtype):
     torch.manual_seed(0)
     angle = torch.rand(N, hs // 2, device=DEVICE) * 100
-    split = lambda qkv: qkv.split([nh, nkv, nkv], dim=1)[:2]  # views with gaps between rows, as in the model
-    f = lambda qkv: rotate(*split(qkv), angle.cos(), angle.sin())
-    formula = lambda qkv: rotate_formula(*split(qkv), angle.cos(), angle.sin())
+    cos, sin = angle.cos(), angle.sin()
+
+    def parts(qkv):  # views with gaps between rows, as in the model
+        q, k, _ = qkv.split([nh, nkv, nkv], dim=1)
+        return q, k
+
+    def f(qkv):
+        return model.rotate(*parts(qkv), cos, sin)
+
+    def formula(qkv):
+        return rotate_formula(*parts(qkv), cos, sin)
+
     qkv = rand(N, nh + 2 * nkv, hs, dtype=dtype)
-    got, want = both(f, formula, (qkv,), (rand(N, nh, hs, dtype=dtype), rand(N, nkv, hs, dtype=dtype)))
-    assert error(got, want) < TOLERANCE[dtype]
-    assert error(got[:1], [rotate_one(split(qkv)[0].double(), angle.cos(), -angle.sin())]) > 0.1  # the control: the other way round
+    grads = rand(N, nh, hs, dtype=dtype), rand(N, nkv, hs, dtype=dtype)
+    got = compare(f, f, formula, (qkv,), grads)  # in fp64 model.rotate is its formula
+    # the control: the other way round
+    assert error(got[:1], [model.rotate_one(parts(qkv)[0].double(), cos, -sin)]) > 0.1
     with torch.no_grad():  # in place, and nothing but q and k
         mine = qkv.clone()
         q, k = f(mine)
-        assert (q.data_ptr() == mine.data_ptr()) == launch.kernels(q) and torch.equal(mine[:, nh + nkv:], qkv[:, nh + nkv:])
+        assert (q.data_ptr() == mine.data_ptr()) == launch.kernels(q)
+        assert torch.equal(mine[:, nh + nkv:], qkv[:, nh + nkv:])
         assert torch.equal(q, got[0]) and torch.equal(k, got[1])
 
 
@@ -87,15 +127,33 @@ def test_rotate(N, nh, nkv, hs, dtype):
 @pytest.mark.parametrize("N, M", ((1, 1536), (7, 100), (3, 2050)))
 def test_swiglu(N, M, dtype):
     x = rand(N, 2 * M, dtype=dtype)
-    formula = lambda x: x[:, :M] / (1 + torch.exp(-x[:, :M])) * x[:, M:]
-    got, want = both(swiglu, formula, (x,), (rand(N, M, dtype=dtype),))
-    assert error(got, want) < TOLERANCE[dtype]
-    assert error(got[:1], [swiglu(x.double().roll(M, 1))]) > 0.1  # the control: gate and up swapped
+    dy = rand(N, M, dtype=dtype)
+    got = compare(model.swiglu, model.swiglu, swiglu_formula, (x,), (dy,))
+    # the control: gate and up swapped
+    assert error(got[:1], [model.swiglu(x.double().roll(M, 1))]) > 0.1
+
+
+@kernel
+def test_the_model_takes_the_kernels(monkeypatch):
+    """model.py's formulas give way where the kernels run: one that did not would pass above"""
+    called = []
+    norm = model.RMSNorm(8, 1e-6).to(DEVICE)
+    x, angle = rand(3, 2, 8, dtype=torch.float32), rand(3, 4, dtype=torch.float32)
+    for name in ("rms_norm", "rotate", "swiglu"):
+        monkeypatch.setattr(fused, name, lambda *args, name=name: called.append(name))
+    with torch.no_grad():
+        norm(x)
+        model.rotate(x, x, angle, angle)
+        model.swiglu(x[:, 0])
+        assert called == ["rms_norm", "rotate", "swiglu"]
+        model.swiglu(x[:, 0].double())  # the control
+        assert called == ["rms_norm", "rotate", "swiglu"]
 
 
 @kernel
 def test_sample_kernel():
-    """Greedy takes the first maximum; log-probs are those of the token drawn; draws follow the softmax and depend on seed and step."""
+    """Greedy takes the first maximum; log-probs are those of the token drawn; draws follow the
+    softmax and depend on seed and step."""
     torch.manual_seed(0)
     t = torch.tensor(4, device=DEVICE)
     logits = torch.randn(3, 5000, device=DEVICE) * 3
@@ -104,7 +162,8 @@ def test_sample_kernel():
     for temperature in (0.0, 1.0, 0.3):
         token, logp = sample(logits, temperature, None, 11, t)
         want = (logits / (temperature or 1)).log_softmax(-1)
-        torch.testing.assert_close(logp, want.gather(1, token[:, None])[:, 0], atol=2e-6, rtol=1e-5)
+        want = want.gather(1, token[:, None])[:, 0]
+        torch.testing.assert_close(logp, want, atol=2e-6, rtol=1e-5)
         if not temperature:
             assert token.tolist() == [int(logits[0].argmax()), 77, int(logits[2].argmax())]
     n = 200_000 if CUDA else 400
@@ -112,30 +171,61 @@ def test_sample_kernel():
     token, _ = sample(logits, 0.5, None, 5, t)
     p = (logits[0] / 0.5).softmax(0)
     assert (token.bincount(minlength=5) / n - p).abs().max() < 4 * (0.25 / n) ** 0.5
-    assert (p - logits[0].softmax(0)).abs().max() > 4 * (0.25 / 400) ** 0.5  # the control: another temperature would be seen
+    # the control: another temperature would be seen
+    assert (p - logits[0].softmax(0)).abs().max() > 4 * (0.25 / 400) ** 0.5
     few = logits[:n // 4]
-    same = lambda seed, t: (sample(few, 0.5, None, seed, t)[0] == token[:len(few)]).float().mean()
-    assert same(5, t) == 1 and abs(same(6, t) - (p * p).sum()) < 0.2 and abs(same(5, t + 1) - (p * p).sum()) < 0.2
+
+    def same(seed, t):
+        return (sample(few, 0.5, None, seed, t)[0] == token[:len(few)]).float().mean()
+
+    chance = (p * p).sum()
+    assert same(5, t) == 1
+    assert abs(same(6, t) - chance) < 0.2 and abs(same(5, t + 1) - chance) < 0.2
 
 
 @kernel
 def test_sample_kernel_far_tail():
-    """With 150,000 equal logits the winner is decided among noises of 1e-5: no column is favoured by rounding."""
+    """With 150,000 equal logits the winner is decided among noises of 1e-5: no column is favoured
+    by rounding."""
     logits = torch.zeros(2000 if CUDA else 2, 150_000, device=DEVICE)
     token, logp = sample(logits, 1.0, None, 3, torch.tensor(0, device=DEVICE))
     assert (logp + torch.tensor(150_000.0).log().item()).abs().max() < 1e-5
     if CUDA:
-        assert len(token.unique()) > 1960 and abs(token.double().mean().item() - 75_000) < 4 * 43_301 / 2000 ** 0.5
+        assert len(token.unique()) > 1960
+        assert abs(token.double().mean().item() - 75_000) < 4 * 43_301 / 2000 ** 0.5
 
 
-@pytest.mark.skipif(CUDA or INTERPRET or triton is None, reason="runs the kernels where there is no GPU")
+@pytest.mark.skipif(
+    CUDA or INTERPRET or triton is None, reason="runs the kernels where there is no GPU")
 def test_kernels_in_interpreter(pass_in_interpreter):
     pass_in_interpreter(__file__, "not interpreter")
+
+
+@pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16, torch.float64), ids=str)
+def test_rms_norm_on_cpu_has_the_formulas_bits(dtype):
+    """with gradients fast/fused.py computes it, without them the formula: sampler and learner must
+    not differ by that"""
+    if INTERPRET and dtype == torch.float32:
+        dtype = torch.bfloat16  # fp32 is the kernel's
+    torch.manual_seed(0)
+    norm = model.RMSNorm(16, 1e-6).to(dtype)
+    norm.weight.data.normal_(1, 0.3)
+    qkv = torch.randn(40, 6, 16).to(dtype)
+    for x in (qkv, qkv[:, 1:3], qkv.transpose(0, 1)):
+        loud = norm(x)
+        with torch.no_grad():
+            quiet = norm(x)
+        assert loud.requires_grad and not quiet.requires_grad
+        assert torch.equal(quiet, model.rms_norm(x, norm.weight, 1e-6)) and torch.equal(loud, quiet)
+        assert not torch.equal(loud, model.rms_norm(x, norm.weight, 1e-2))  # the control
 
 
 def test_rms_norm_takes_any_layout_of_gradients():
     x, w = torch.randn(5, 3, 8, requires_grad=True), torch.ones(8, requires_grad=True)
     g = torch.randn(3, 5, 8)
-    got = torch.autograd.grad(rms_norm(x, w, 1e-6).transpose(0, 1), (x, w), g)
+    got = torch.autograd.grad(fused.rms_norm(x, w, 1e-6).transpose(0, 1), (x, w), g)
     want = torch.autograd.grad(norm_formula(x, w), (x, w), g.transpose(0, 1))
     assert error(got, [y.double() for y in want]) < 1e-6
+    # the control: the same gradient laid out without the transposition
+    wrong = torch.autograd.grad(norm_formula(x, w), (x, w), g.reshape(5, 3, 8))
+    assert error(got, [y.double() for y in wrong]) > 0.1

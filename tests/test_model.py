@@ -1,51 +1,53 @@
 """
-model.py against transformers: every checkpoint layout of tiny Llama, Qwen2 and Qwen3 models whose parameters are all
-random (transformers leaves norms at 1 and biases at 0, which hides a loader that drops them). With SMD_REAL_WEIGHTS=folder
-holding smollm2/ and qwen/, real checkpoints too.
+model.py against transformers: every checkpoint layout of tiny Llama, Qwen2 and Qwen3 models whose
+parameters are all random (transformers leaves norms at 1 and biases at 0, which hides a loader that
+drops them). With SMD_REAL_WEIGHTS=folder holding smollm2/ and qwen/, real checkpoints too.
 """
 import json
 import math
 import os
 import shutil
-import sys
 
 import pytest
 import torch
 import torch.nn.functional as F
 
-sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 import model as model_file
-from fast.fused import rotate_one
-from fast.head import matmul32
-from model import Config, RMSNorm, Transformer, find_checkpoint, rope_frequencies
+from model import Config, RMSNorm, Transformer, find_checkpoint, rope_frequencies, rotate_one
 
 transformers = pytest.importorskip("transformers")
-from safetensors.torch import load_file, save_file
+safetensors = pytest.importorskip("safetensors.torch")
 
 transformers.utils.logging.disable_progress_bar()
 REAL = os.environ.get("SMD_REAL_WEIGHTS")
 N = 150  # tokens; the llama3 models' original context is 48
-LLAMA3 = dict(rope_type="llama3", rope_theta=10000.0, factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0,
-              original_max_position_embeddings=48)
-SMALL = dict(hidden_size=48, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
-             vocab_size=101, max_position_embeddings=512, bos_token_id=None, eos_token_id=None)
+LLAMA3 = dict(
+    rope_type="llama3", rope_theta=10000.0, factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0,
+    original_max_position_embeddings=48)
+SMALL = dict(
+    hidden_size=48, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4,
+    num_key_value_heads=2, vocab_size=101, max_position_embeddings=512,
+    bos_token_id=None, eos_token_id=None)
 MODELS = {
     "llama": (transformers.LlamaConfig, dict(rms_norm_eps=1e-5)),
     "llama-mha": (transformers.LlamaConfig, dict(num_key_value_heads=4)),
     "llama-bias": (transformers.LlamaConfig, dict(attention_bias=True, mlp_bias=True)),
     "llama-head32": (transformers.LlamaConfig, dict(head_dim=32)),
     "llama3": (transformers.LlamaConfig, dict(rope_parameters=LLAMA3)),
-    "qwen2": (transformers.Qwen2Config, dict(rope_parameters=dict(rope_type="default", rope_theta=1e6))),
+    "qwen2": (
+        transformers.Qwen2Config, dict(rope_parameters=dict(rope_type="default", rope_theta=1e6))),
     "qwen3": (transformers.Qwen3Config, dict(head_dim=32)),
-    "qwen3-bias": (transformers.Qwen3Config, dict(head_dim=32, attention_bias=True, rope_parameters=LLAMA3)),
+    "qwen3-bias": (
+        transformers.Qwen3Config, dict(head_dim=32, attention_bias=True, rope_parameters=LLAMA3)),
 }
 
 
 def attend(layer, q, k, v):
     """Causal attention: q (N, nh, hs), k and v (N, nkv, hs) -> (N, nh, hs)."""
     q, k, v = (x.transpose(0, 1) for x in (q, k, v))  # (heads, N, hs)
-    k, v = (x.repeat_interleave(len(q) // len(x), 0) for x in (k, v))
-    return F.scaled_dot_product_attention(q[None], k[None], v[None], is_causal=True)[0].transpose(0, 1)
+    k, v = (x.repeat_interleave(len(q) // len(x), 0) for x in (k, v))  # (nh, N, hs)
+    y = F.scaled_dot_product_attention(q[None], k[None], v[None], is_causal=True)[0]
+    return y.transpose(0, 1)
 
 
 def logits(model, ids):
@@ -60,7 +62,8 @@ def make(folder, name, tied=False, seed=0, **save):
     """A random transformers model of that name, saved into `folder` -> the model."""
     torch.manual_seed(seed)
     kind, keys = MODELS[name]
-    model = transformers.AutoModelForCausalLM.from_config(kind(**{**SMALL, **keys}, tie_word_embeddings=tied)).float().eval()
+    config = kind(**{**SMALL, **keys}, tie_word_embeddings=tied)
+    model = transformers.AutoModelForCausalLM.from_config(config).float().eval()
     for key, p in model.named_parameters():
         if "norm" in key:
             p.data.normal_(1, 0.3)
@@ -81,7 +84,8 @@ def edit(folder, change):
 
 
 def old_layout(raw):
-    """As transformers 4 wrote it: rope_theta at the top, rope_scaling or null beside it, torch_dtype."""
+    """As transformers 4 wrote it: rope_theta at the top, rope_scaling or null beside it,
+    torch_dtype."""
     rope = raw.pop("rope_parameters")
     raw["rope_theta"] = rope.pop("rope_theta")
     raw["rope_scaling"] = None if rope["rope_type"] == "default" else rope
@@ -98,6 +102,11 @@ def older_layout(raw):
             raw.pop(key, None)
 
 
+def loaded(folder, dtype=torch.float32):
+    """The checkpoint as transformers reads it."""
+    return transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=dtype)
+
+
 IDS = torch.randint(0, 101, (N,), generator=torch.Generator().manual_seed(1))
 
 
@@ -106,7 +115,7 @@ IDS = torch.randint(0, 101, (N,), generator=torch.Generator().manual_seed(1))
 def test_logits_equal_transformers_in_every_layout(tmp_path, name, tied):
     hf = make(tmp_path / "new", name, tied)
     make(tmp_path / "shards", name, tied, max_shard_size="20KB")
-    assert len([f for f in os.listdir(tmp_path / "shards") if f.endswith(".safetensors")]) > 3
+    assert len(list((tmp_path / "shards").glob("*.safetensors"))) > 3
     for layout in (old_layout, older_layout):
         shutil.copytree(tmp_path / "new", tmp_path / layout.__name__)
         edit(tmp_path / layout.__name__, layout)
@@ -121,10 +130,13 @@ def test_logits_equal_transformers_in_every_layout(tmp_path, name, tied):
         assert worst <= 1e-4
         # and back: transformers reads what we save
         model.save_pretrained(tmp_path / "saved")
-        again, report = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "saved", output_loading_info=True)
-        assert not report["missing_keys"] and not report["unexpected_keys"] and not report["mismatched_keys"]
+        again, report = transformers.AutoModelForCausalLM.from_pretrained(
+            tmp_path / "saved", output_loading_info=True)
+        for keys in ("missing_keys", "unexpected_keys", "mismatched_keys"):
+            assert not report[keys]
         assert (hf_logits(again, IDS) - ref).abs().max() <= 1e-4
-        assert torch.equal(logits(Transformer.from_pretrained(tmp_path / "saved"), IDS), logits(model, IDS))
+        ours = Transformer.from_pretrained(tmp_path / "saved")
+        assert torch.equal(logits(ours, IDS), logits(model, IDS))
 
 
 @pytest.mark.parametrize("name", ("llama3", "qwen2", "qwen3"))
@@ -148,22 +160,26 @@ def test_absent_head_dim_is_width_over_heads(tmp_path):
     hf = make(tmp_path, "llama")
     edit(tmp_path, lambda raw: raw.pop("head_dim"))
     assert Transformer.from_pretrained(tmp_path).config.head_size == 12
-    assert (logits(Transformer.from_pretrained(tmp_path), IDS) - hf_logits(hf, IDS)).abs().max() <= 1e-4
-    raw = json.load(open(tmp_path / "config.json"))
-    assert Config.from_dict({**raw, "model_type": "qwen3"}).head_size == 128  # Qwen3's default does not depend on the width
+    gap = logits(Transformer.from_pretrained(tmp_path), IDS) - hf_logits(hf, IDS)
+    assert gap.abs().max() <= 1e-4
+    raw = json.loads((tmp_path / "config.json").read_text())
+    # Qwen3's default does not depend on the width
+    assert Config.from_dict({**raw, "model_type": "qwen3"}).head_size == 128
 
 
 def test_tied_checkpoint_that_carries_a_head(tmp_path):
     hf = make(tmp_path, "qwen2", tied=True)
     file = tmp_path / "model.safetensors"
-    tensors = load_file(file)
-    save_file({**tensors, "lm_head.weight": torch.randn_like(tensors["model.embed_tokens.weight"]),
-               "model.layers.0.self_attn.rotary_emb.inv_freq": torch.zeros(6)}, file, metadata={"format": "pt"})
+    tensors = safetensors.load_file(file)
+    tensors["lm_head.weight"] = torch.randn_like(tensors["model.embed_tokens.weight"])
+    tensors["model.layers.0.self_attn.rotary_emb.inv_freq"] = torch.zeros(6)
+    safetensors.save_file(tensors, file, metadata={"format": "pt"})
     model = Transformer.from_pretrained(tmp_path)  # the config says tied, and wins
     assert model.head.data_ptr() == model.embed_tokens.weight.data_ptr()
     assert (logits(model, IDS) - hf_logits(hf, IDS)).abs().max() <= 1e-4
     edit(tmp_path, lambda raw: raw.update(tie_word_embeddings=False))
-    assert (logits(Transformer.from_pretrained(tmp_path), IDS) - hf_logits(hf, IDS)).abs().max() > 1
+    gap = logits(Transformer.from_pretrained(tmp_path), IDS) - hf_logits(hf, IDS)
+    assert gap.abs().max() > 1
 
 
 def zero(key):
@@ -174,6 +190,11 @@ def one(key):
     return lambda model: model.tensors()[key].fill_(1)
 
 
+def plain_rope(model):
+    """RoPE of theta 10000 without scaling, for heads of 12"""
+    model.rope_freq = 10000.0 ** -(torch.arange(0, 12, 2) / 12)
+
+
 BROKEN = {  # what a careless loader gets wrong -> model, and what it then does
     "q bias dropped": ("qwen2", zero("layers.0.self_attn.q_proj.bias")),
     "v bias dropped": ("qwen2", zero("layers.1.self_attn.v_proj.bias")),
@@ -182,8 +203,8 @@ BROKEN = {  # what a careless loader gets wrong -> model, and what it then does
     "q_norm left at 1": ("qwen3", one("layers.0.self_attn.q_norm.weight")),
     "k_norm left at 1": ("qwen3", one("layers.0.self_attn.k_norm.weight")),
     "last norm left at 1": ("llama", one("norm.weight")),
-    "llama3 scaling skipped": ("llama3", lambda m: setattr(m, "rope_freq", 10000.0 ** -(torch.arange(0, 12, 2) / 12))),
-    "other rope_theta": ("qwen2", lambda m: setattr(m, "rope_freq", 10000.0 ** -(torch.arange(0, 12, 2) / 12))),
+    "llama3 scaling skipped": ("llama3", plain_rope),
+    "other rope_theta": ("qwen2", plain_rope),
 }
 
 
@@ -202,11 +223,14 @@ def test_negative_controls(tmp_path, what):
 
 
 def test_half_rotation_is_not_interleaved():
-    x, angle = torch.randn(3, 2, 8), torch.arange(3.0)[:, None] * torch.tensor([1, 0.1, 0.01, 0.001])
-    z = torch.complex(x[..., :4], x[..., 4:]) * torch.polar(torch.ones_like(angle), angle)[:, None]  # channel i pairs with i + hs/2
-    torch.testing.assert_close(rotate_one(x, angle.cos(), angle.sin()), torch.cat((z.real, z.imag), -1))
-    z = torch.view_as_complex(x.view(3, 2, 4, 2)) * torch.polar(torch.ones_like(angle), angle)[:, None]
-    assert (rotate_one(x, angle.cos(), angle.sin()) - torch.view_as_real(z).flatten(-2)).abs().max() > 0.1
+    x = torch.randn(3, 2, 8)
+    angle = torch.arange(3.0)[:, None] * torch.tensor([1, 0.1, 0.01, 0.001])
+    turn = torch.polar(torch.ones_like(angle), angle)[:, None]
+    got = rotate_one(x, angle.cos(), angle.sin())
+    z = torch.complex(x[..., :4], x[..., 4:]) * turn  # channel i pairs with i + hs/2
+    torch.testing.assert_close(got, torch.cat((z.real, z.imag), -1))
+    z = torch.view_as_complex(x.view(3, 2, 4, 2)) * turn  # the control: with its neighbour
+    assert (got - torch.view_as_real(z).flatten(-2)).abs().max() > 0.1
 
 
 def raw_config(**keys):
@@ -214,23 +238,28 @@ def raw_config(**keys):
 
 
 def test_llama3_frequencies():
-    """Llama-3.2-1B: pairs 0 to 14 as they were, 15 to 17 in between, 18 to 31 divided by the factor."""
-    rope = dict(rope_type="llama3", rope_theta=500000.0, factor=32.0, low_freq_factor=1.0, high_freq_factor=4.0,
-                original_max_position_embeddings=8192)
+    """Llama-3.2-1B: pairs 0 to 14 as they were, 15 to 17 in between, 18 to 31 divided by the
+    factor."""
+    rope = dict(rope_type="llama3", rope_theta=500000.0, factor=32.0, low_freq_factor=1.0,
+                high_freq_factor=4.0, original_max_position_embeddings=8192)
     scaled = rope_frequencies(Config.from_dict(raw_config(head_dim=64, rope_parameters=rope)))
     rope = dict(rope_type="default", rope_theta=500000.0)
     plain = rope_frequencies(Config.from_dict(raw_config(head_dim=64, rope_parameters=rope)))
     ratio = scaled / plain
-    assert torch.equal(ratio[:15], torch.ones(15)) and torch.equal(ratio[18:], torch.full((14,), 1 / 32))
-    torch.testing.assert_close(ratio[15:18], torch.tensor([0.605573, 0.303743, 0.103448]), atol=1e-6, rtol=0)
+    assert torch.equal(ratio[:15], torch.ones(15))
+    assert torch.equal(ratio[18:], torch.full((14,), 1 / 32))
+    between = torch.tensor([0.605573, 0.303743, 0.103448])
+    torch.testing.assert_close(ratio[15:18], between, atol=1e-6, rtol=0)
     assert plain[1].item() == pytest.approx(500000 ** (-2 / 64))
 
 
 def test_rope_theta_from_both_layouts():
-    theta = lambda raw: Config.from_dict(raw).rope["rope_theta"]
-    bare = {k: v for k, v in raw_config().items() if k not in ("rope_parameters", "rope_theta", "rope_scaling")}
-    assert theta({**bare, "rope_theta": 5e5}) == 5e5
-    assert theta({**bare, "rope_parameters": {"rope_theta": 5e5, "rope_type": "default"}}) == 5e5
+    bare = raw_config()
+    for key in ("rope_parameters", "rope_theta", "rope_scaling"):
+        bare.pop(key, None)
+    rope = {"rope_theta": 5e5, "rope_type": "default"}
+    for keys in ({"rope_theta": 5e5}, {"rope_parameters": rope}):
+        assert Config.from_dict({**bare, **keys}).rope["rope_theta"] == 5e5
     with pytest.raises(ValueError, match="no rope_theta"):
         Config.from_dict(bare)
     with pytest.raises(ValueError, match="no rope_theta"):
@@ -241,10 +270,14 @@ def test_bf16_leaves_the_rope_table_alone(tmp_path):
     make(tmp_path, "llama3")
     model = Transformer.from_pretrained(tmp_path)
     exact, pos = model.rope_freq.clone(), torch.arange(1024.0)[:, None]
-    for cast in (model.bfloat16(), model.to(torch.bfloat16), Transformer.from_pretrained(tmp_path, dtype=torch.bfloat16)):
-        assert cast.dtype == torch.bfloat16 and cast.rope_freq.dtype == torch.float32 and torch.equal(cast.rope_freq, exact)
-        assert ((pos * cast.rope_freq).cos() - (pos.double() * exact.double()).cos()).abs().max() < 4e-3
-    assert ((pos * exact.bfloat16().float()).cos() - (pos.double() * exact.double()).cos()).abs().max() > 0.1
+    want = (pos.double() * exact.double()).cos()
+    casts = (model.bfloat16(), model.to(torch.bfloat16),
+             Transformer.from_pretrained(tmp_path, dtype=torch.bfloat16))
+    for cast in casts:
+        assert cast.dtype == torch.bfloat16
+        assert cast.rope_freq.dtype == torch.float32 and torch.equal(cast.rope_freq, exact)
+        assert ((pos * cast.rope_freq).cos() - want).abs().max() < 4e-3
+    assert ((pos * exact.bfloat16().float()).cos() - want).abs().max() > 0.1
 
 
 def test_norm_casts_before_it_scales():
@@ -253,7 +286,8 @@ def test_norm_casts_before_it_scales():
     norm.weight.data.normal_(1, 0.3)
     norm.bfloat16()
     y = x.float() * torch.rsqrt(x.float().pow(2).mean(-1, keepdim=True) + 1e-6)
-    assert torch.equal(norm(x), norm.weight * y.bfloat16()) and not torch.equal(norm(x), (norm.weight.float() * y).bfloat16())
+    assert torch.equal(norm(x), norm.weight * y.bfloat16())
+    assert not torch.equal(norm(x), (norm.weight.float() * y).bfloat16())
 
 
 @pytest.mark.parametrize("name", ("llama-bias", "llama3", "qwen2", "qwen3"))
@@ -261,32 +295,38 @@ def test_bf16_is_as_close_to_fp32_as_transformers(tmp_path, name):
     hf = make(tmp_path, name)
     with torch.no_grad():
         ref = hf_logits(hf, IDS)
-        hf = transformers.AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.bfloat16)  # .bfloat16() would round its RoPE
+        hf = loaded(tmp_path, torch.bfloat16)  # .bfloat16() would round its RoPE
         theirs = hf_logits(hf, IDS).float()
         ours = logits(Transformer.from_pretrained(tmp_path, dtype=torch.bfloat16), IDS)
     assert ours.dtype == torch.float32
-    gap = lambda a, b: ((a - b).norm() / ref.norm()).item()
+
+    def gap(x, y):
+        return ((x - y).norm() / ref.norm()).item()
+
     a, b, c = gap(ours, ref), gap(theirs, ref), gap(ours, theirs)
-    print(f"{name}: relative distance from fp32 {a:.4f} (transformers {b:.4f}), from each other {c:.4f}")
+    print(f"{name}: relative distance from fp32 {a:.4f} (transformers {b:.4f}), "
+          f"from each other {c:.4f}")
     assert a <= 1.1 * b and c <= 2e-2
 
 
 def test_saved_bf16_checkpoint(tmp_path):
-    """The dtype is written under its old and its new name, and transformers 5 loads bf16 as bf16 when asked for "auto"."""
+    """The dtype is written under its old and its new name, and transformers 5 loads bf16 as bf16
+    when asked for "auto"."""
     hf = make(tmp_path / "a", "qwen3")
-    Transformer.from_pretrained(tmp_path / "a", dtype=torch.bfloat16).save_pretrained(tmp_path / "b")
-    raw = json.load(open(tmp_path / "b" / "config.json"))
+    ours = Transformer.from_pretrained(tmp_path / "a", dtype=torch.bfloat16)
+    ours.save_pretrained(tmp_path / "b")
+    raw = json.loads((tmp_path / "b" / "config.json").read_text())
     assert raw["dtype"] == raw["torch_dtype"] == "bfloat16"
-    again = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "b", dtype="auto")
+    again = loaded(tmp_path / "b", "auto")
     assert {p.dtype for p in again.parameters()} == {torch.bfloat16}
-    wide = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "b", dtype=torch.float32)
+    wide = loaded(tmp_path / "b")
     with torch.no_grad():
         ours = logits(Transformer.from_pretrained(tmp_path / "b"), IDS)
         assert (hf_logits(wide, IDS) - ours).abs().max() <= 1e-4
         assert (hf_logits(hf, IDS) - ours).abs().max() > 1e-3  # the weights really were rounded
     make(tmp_path / "c", "llama")
     Transformer.from_pretrained(tmp_path / "c").save_pretrained(tmp_path / "c")  # in place
-    assert transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "c", dtype="auto").dtype == torch.float32
+    assert loaded(tmp_path / "c", "auto").dtype == torch.float32
 
 
 @pytest.mark.parametrize("tied", (False, True), ids=("untied", "tied"))
@@ -294,45 +334,45 @@ def test_padded_vocabulary_leaves_the_support(tmp_path, tied):
     hf = make(tmp_path / "a", "qwen2", tied)
     model = Transformer.from_pretrained(tmp_path / "a")
     model.vocab_used = 90
-    out = logits(model, IDS[IDS < 90])
-    assert out.shape[1] == 90 and (out - hf_logits(hf, IDS[IDS < 90])[:, :90]).abs().max() <= 1e-4
+    ids = IDS[IDS < 90]
+    out = logits(model, ids)
+    assert out.shape[1] == 90 and (out - hf_logits(hf, ids)[:, :90]).abs().max() <= 1e-4
     out.logsumexp(-1).sum().backward()
     grad = (model.embed_tokens if tied else model.lm_head).weight.grad
     assert (grad[90:] == 0).all() and (grad[:90].abs().sum(1) > 0).all()
-    model.save_pretrained(tmp_path / "b")  # the padding is saved, or other readers would see a wrong shape
-    assert torch.equal(Transformer.from_pretrained(tmp_path / "b").head, Transformer.from_pretrained(tmp_path / "a").head)
-
-
-def test_logits_of_bf16_are_not_rounded():
-    torch.manual_seed(0)
-    a, b = torch.randn(7, 64).bfloat16(), torch.randn(64, 9).bfloat16()
-    exact = a.double() @ b.double()
-    assert matmul32(a, b).dtype == torch.float32 and (matmul32(a, b) - exact).abs().max() < 1e-4 < ((a @ b) - exact).abs().max()
+    # the padding is saved, or other readers would see a wrong shape
+    model.save_pretrained(tmp_path / "b")
+    a, b = (Transformer.from_pretrained(tmp_path / name) for name in "ab")
+    assert torch.equal(a.head, b.head)
 
 
 def test_saving_over_a_sharded_checkpoint(tmp_path):
-    """A folder that held shards and their index must afterwards load as what was saved last, here and in transformers."""
+    """A folder that held shards and their index must afterwards load as what was saved last, here
+    and in transformers."""
     make(tmp_path, "llama", max_shard_size="20KB")
     model = Transformer.from_pretrained(tmp_path)
     model.norm.weight.data.fill_(3)
     model.save_pretrained(tmp_path)
     assert (Transformer.from_pretrained(tmp_path).norm.weight == 3).all()
-    assert (transformers.AutoModelForCausalLM.from_pretrained(tmp_path).model.norm.weight == 3).all()
+    assert (loaded(tmp_path).model.norm.weight == 3).all()
 
 
 def test_stray_files_are_not_read(tmp_path):
     hf = make(tmp_path, "llama", max_shard_size="20KB")
-    save_file({"model.norm.weight": torch.zeros(48)}, tmp_path / "zz-stray.safetensors")
+    stray = {"model.norm.weight": torch.zeros(48)}
+    safetensors.save_file(stray, tmp_path / "zz-stray.safetensors")
     assert torch.equal(Transformer.from_pretrained(tmp_path).norm.weight, hf.model.norm.weight)
 
 
 CONFIG_ERRORS = {
     "unknown architecture model_type='gemma'": dict(model_type="gemma"),
-    "rope_type 'yarn' is not supported": dict(rope_parameters=dict(rope_type="yarn", rope_theta=1e4, factor=4.0)),
+    "rope_type 'yarn' is not supported": dict(
+        rope_parameters=dict(rope_type="yarn", rope_theta=1e4, factor=4.0)),
     "rope_type 'linear' is not supported": dict(
         rope_parameters=None, rope_theta=1e4, rope_scaling=dict(type="linear", factor=2.0)),
     "rope_type llama3 needs factor, high_freq_factor": dict(rope_parameters=dict(
-        rope_type="llama3", rope_theta=1e4, low_freq_factor=1.0, original_max_position_embeddings=64)),
+        rope_type="llama3", rope_theta=1e4, low_freq_factor=1.0,
+        original_max_position_embeddings=64)),
     "no rope_theta": dict(rope_parameters=None),
     "hidden_act='gelu'": dict(hidden_act="gelu"),
     "sliding-window": dict(use_sliding_window=True),
@@ -357,7 +397,12 @@ def test_refuses_configs_by_name(tmp_path, says):
 
 def test_refuses_incomplete_configs(tmp_path):
     make(tmp_path, "llama")
-    edit(tmp_path, lambda raw: (raw.pop("hidden_size"), raw.pop("rms_norm_eps")))
+
+    def drop(raw):
+        raw.pop("hidden_size")
+        raw.pop("rms_norm_eps")
+
+    edit(tmp_path, drop)
     refused(tmp_path, ValueError, "config.json lacks hidden_size, rms_norm_eps")
     (tmp_path / "config.json").write_text("{")
     refused(tmp_path, ValueError, "config.json is not valid JSON")
@@ -373,29 +418,32 @@ def test_refuses_damaged_files(tmp_path):
         (tmp_path / shard).write_bytes(whole[:cut])
         refused(tmp_path, ValueError, f"{shard} is truncated or not a safetensors file")
     os.remove(tmp_path / shard)
-    refused(tmp_path, FileNotFoundError, f"{shard} is missing although model.safetensors.index.json lists it")
-    (tmp_path / "model.safetensors.index.json").write_text("{")
-    refused(tmp_path, ValueError, "model.safetensors.index.json is not a valid index of shards")
-    (tmp_path / "model.safetensors.index.json").write_text("{}")
-    refused(tmp_path, ValueError, "model.safetensors.index.json is not a valid index of shards")
-    os.remove(tmp_path / "model.safetensors.index.json")
+    index = tmp_path / "model.safetensors.index.json"
+    refused(tmp_path, FileNotFoundError, f"{shard} is missing although {index.name} lists it")
+    for text in ("{", "{}"):
+        index.write_text(text)
+        refused(tmp_path, ValueError, f"{index.name} is not a valid index of shards")
+    os.remove(index)
     refused(tmp_path, FileNotFoundError, "model.safetensors is missing")
 
 
-@pytest.mark.parametrize("name, key", [("llama", "lm_head.weight"), ("qwen2", "model.layers.1.self_attn.k_proj.bias"),
-                                       ("qwen3", "model.layers.0.self_attn.q_norm.weight")])
+@pytest.mark.parametrize("name, key", [
+    ("llama", "lm_head.weight"), ("qwen2", "model.layers.1.self_attn.k_proj.bias"),
+    ("qwen3", "model.layers.0.self_attn.q_norm.weight")])
 def test_every_tensor_is_needed_and_used(tmp_path, name, key):
     make(tmp_path, name)
     file = tmp_path / "model.safetensors"
-    tensors = load_file(file)
-    save_file({k: t for k, t in tensors.items() if k != key}, file)
-    refused(tmp_path, ValueError, f"lacks 1 tensor.*{key.removeprefix('model.')}")
-    save_file({**tensors, key: tensors[key][:-1].clone()}, file)
-    refused(tmp_path, ValueError, f"{key.removeprefix('model.')} has shape")
-    save_file({**tensors, "model.layers.0.self_attn.extra.bias": torch.zeros(3)}, file)
+    tensors = safetensors.load_file(file)
+    short = key.removeprefix("model.")
+    safetensors.save_file({k: t for k, t in tensors.items() if k != key}, file)
+    refused(tmp_path, ValueError, f"lacks 1 tensor.*{short}")
+    safetensors.save_file({**tensors, key: tensors[key][:-1].clone()}, file)
+    refused(tmp_path, ValueError, f"{short} has shape")
+    extra = {"model.layers.0.self_attn.extra.bias": torch.zeros(3)}
+    safetensors.save_file({**tensors, **extra}, file)
     refused(tmp_path, ValueError, "has unused 1 tensor.*layers.0.self_attn.extra.bias")
     edit(tmp_path, lambda raw: raw.update(vocab_size=100))
-    save_file(tensors, file)
+    safetensors.save_file(tensors, file)
     refused(tmp_path, ValueError, r"has shape \(101, 48\), config.json implies \(100, 48\)")
 
 
@@ -410,22 +458,27 @@ def test_missing_folder(monkeypatch, tmp_path):
 @pytest.mark.skipif(not REAL, reason="SMD_REAL_WEIGHTS names no folder")
 @pytest.mark.parametrize("name", ("smollm2", "qwen"))
 def test_real_weights(name):
-    """Logits of a prompt and 32 greedy tokens; one forward over prompt + tokens checks all 32 choices at once."""
+    """Logits of a prompt and 32 greedy tokens; one forward over prompt + tokens checks all 32
+    choices at once."""
     from data.tokenizer import Tokenizer
     path = os.path.join(REAL, name)
     tok = Tokenizer(path)
-    prompt = tok.chat([{"role": "user", "content": "Name three rivers and say where they end."}])
-    hf = transformers.AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval()
+    question = "Name three rivers and say where they end."
+    prompt = tok.chat([{"role": "user", "content": question}])
+    hf = loaded(path).eval()
     with torch.no_grad():
-        ids = hf.generate(torch.tensor([prompt]), attention_mask=torch.ones(1, len(prompt), dtype=torch.long), do_sample=False,
-                          max_new_tokens=32, min_new_tokens=32)[0]
+        ids = hf.generate(
+            torch.tensor([prompt]), attention_mask=torch.ones(1, len(prompt), dtype=torch.long),
+            do_sample=False, max_new_tokens=32, min_new_tokens=32)[0]
         theirs = hf_logits(hf, ids)
         del hf
         model = Transformer.from_pretrained(path)
         ours = logits(model, ids)
         gap = (ours - theirs).abs().max().item()
-        print(f"{name}: largest logit difference {gap:.1e} of {theirs.abs().max():.0f}; {tok.decode(ids[len(prompt):])!r}")
-        # SmolLM2's logits reach 39: either fp32 forward is 6e-5 to 8e-5 away from an fp64 one, ours being the nearer
+        print(f"{name}: largest logit difference {gap:.1e} of {theirs.abs().max():.0f}; "
+              f"{tok.decode(ids[len(prompt):])!r}")
+        # SmolLM2's logits reach 39: either fp32 forward is 6e-5 to 8e-5 away from an fp64 one, ours
+        # being the nearer
         assert gap <= 2e-4
         ours[:, torch.tensor(tok.stop_ids)] = -math.inf  # as min_new_tokens does
         assert torch.equal(ours[len(prompt) - 1:-1].argmax(-1), ids[len(prompt):])
@@ -434,13 +487,14 @@ def test_real_weights(name):
 
 @pytest.mark.parametrize("name", MODELS)
 def test_mlp_in_slices(tmp_path, name, monkeypatch):
-    """Prefill's slices, in place, and those of activation checkpointing give what the whole input gives, gradients too."""
+    """Prefill's slices, in place, and those of activation checkpointing give what the whole input
+    gives, gradients too."""
     make(tmp_path, name)
     model = Transformer.from_pretrained(tmp_path)
 
     def go(checkpointing=False):
         model.zero_grad(set_to_none=True)
-        y = model(IDS, torch.arange(len(IDS)), attend, checkpointing)
+        y = model(IDS, torch.arange(len(IDS)), attend, checkpointing)  # (N, C)
         if y.requires_grad:
             y.pow(2).sum().backward()
         return [y.detach(), *(p.grad for p in model.parameters() if p.grad is not None)]
@@ -453,14 +507,35 @@ def test_mlp_in_slices(tmp_path, name, monkeypatch):
         assert same(go(), whole[:1])
         monkeypatch.setattr(model_file, "MLP_ROWS", 8)
         assert len(IDS) > 4 * 8 and same(go(), whole[:1])
+    # with gradients slices are 8 times as long
     assert same(go(checkpointing=True), whole)
-    monkeypatch.setattr(model_file.MLP, "forward", lambda self, x, norm: x.clone())  # the control: an MLP that leaves no mark
+    # the control: an MLP that leaves no mark
+    monkeypatch.setattr(model_file.Block, "add_mlp", lambda self, x: x.clone())
     with torch.no_grad():
         assert not same(go(), whole[:1])
+    assert not same(go(checkpointing=True), whole)
+
+
+def test_residual_stream_is_written_in_place_only_without_gradients():
+    """what decoding needs, and what the backward pass could not bear"""
+    torch.manual_seed(0)
+    y = torch.randn(5, 4)
+    for bias in (False, True):
+        linear = torch.nn.Linear(4, 3, bias=bias)
+        x = torch.randn(5, 3)
+        before = x.clone()
+        loud = model_file.add_product(x, y, linear)
+        torch.testing.assert_close(loud, before + linear(y))
+        assert torch.equal(x, before) and loud.requires_grad
+        with torch.no_grad():
+            quiet = model_file.add_product(x, y, linear)
+        assert torch.equal(quiet, loud) and (quiet.data_ptr() == x.data_ptr()) == (not bias)
+        assert torch.equal(x, before) == bias
 
 
 def test_head_size_beyond_the_kernels(tmp_path):
-    """Refused where the model is loaded onto a card, which need not be there for that; a CPU has no such limit."""
+    """Refused where the model is loaded onto a card, which need not be there for that; a CPU has no
+    such limit."""
     make(tmp_path, "llama")
     edit(tmp_path, lambda raw: raw.update(head_dim=256))
     with pytest.raises(ValueError, match="head sizes up to 128, the model has 256"):

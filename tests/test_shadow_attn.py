@@ -1,9 +1,11 @@
 """
-shadow_attn.py against an fp64 oracle written apart from it: outputs, gradients, garbage in hidden keys, strides, errors.
+shadow_attn.py against an fp64 oracle written apart from it: outputs, gradients, garbage in hidden
+keys, strides, errors.
 
-The reference runs on the whole grid here. The Triton kernels run on the whole grid on a GPU, in fp32 and bf16; on machines
-without one they run on a smaller grid in Triton's interpreter, in a process of its own, because TRITON_INTERPRET must be set
-before anything imports triton and would follow every later test around.
+The PyTorch path runs on the whole grid here. The Triton kernels run on the whole grid on a GPU, in
+fp32 and bf16; on machines without one they run on a smaller grid in Triton's interpreter, in a
+process of its own, because TRITON_INTERPRET must be set before anything imports triton and would
+follow every later test around.
 """
 import math
 import os
@@ -16,27 +18,34 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import shadow_attn
-from shadow_attn import TILE_K, TILE_Q, group_until, prepare, prepare_layers, shadow_attention, shadow_attention_ref, triton
+from shadow_attn import (TILE_K, TILE_Q, definition, group_until, prepare, prepare_layers,
+                         shadow_attention, shadow_attention_ref, triton)
 
 CUDA = torch.cuda.is_available()
 INTERPRET = os.environ.get("TRITON_INTERPRET") == "1"
 ROOT = os.path.dirname(os.path.abspath(shadow_attn.__file__))
-NS, SIZES, HEADS = (1, 15, 16, 17, 63, 64, 65, 127, 129, 700), (16, 48, 64, 80, 96, 128), ((4, 4), (6, 2), (8, 1))
+NS = 1, 15, 16, 17, 63, 64, 65, 127, 129, 700
+SIZES = 16, 48, 64, 80, 96, 128
+HEADS = (4, 4), (6, 2), (8, 1)
 GRID = [(N, hs, heads) for N, hs, heads in product(NS, SIZES, HEADS)]
 # in the interpreter: every N, every head size and every ratio of heads
-SMALL_GRID = [(1, 16, (4, 4)), (15, 48, (6, 2)), (16, 80, (8, 1)), (17, 96, (4, 4)), (63, 128, (6, 2)), (64, 64, (8, 1)),
-              (65, 16, (6, 2)), (127, 48, (4, 4)), (129, 80, (8, 1)), (700, 16, (6, 2))]
+SMALL_GRID = [(1, 16, (4, 4)), (15, 48, (6, 2)), (16, 80, (8, 1)), (17, 96, (4, 4)),
+              (63, 128, (6, 2)), (64, 64, (8, 1)), (65, 16, (6, 2)), (127, 48, (4, 4)),
+              (129, 80, (8, 1)), (700, 16, (6, 2))]
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 1e-2, torch.float16: 2e-3, torch.float64: 1e-13}
 
-no_triton = pytest.mark.skipif(triton is None or not (CUDA or INTERPRET), reason="needs a GPU or TRITON_INTERPRET=1")
+no_triton = pytest.mark.skipif(triton is None or not (CUDA or INTERPRET),
+                               reason="needs a GPU or TRITON_INTERPRET=1")
 gpu = pytest.mark.skipif(not CUDA, reason="needs a GPU")
 DEVICE = "cuda" if CUDA else "cpu"
-IMPLS = [pytest.param("ref", "cpu", id="ref"), pytest.param("triton", "cuda" if CUDA else "cpu", id="triton", marks=no_triton)]
+IMPLS = [pytest.param("ref", "cpu", id="ref"),
+         pytest.param("triton", DEVICE, id="triton", marks=no_triton)]
 
 
 @pytest.fixture(autouse=True)
 def large_blocks(monkeypatch):
-    """The interpreter pays per operation, so give it few large blocks; test_triton_real_blocks keeps the real ones."""
+    """The interpreter pays per operation, so give it few large blocks;
+    test_triton_real_blocks keeps the real ones."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)  # thousands of small products: threads only wait for each other
     if INTERPRET:
@@ -46,23 +55,28 @@ def large_blocks(monkeypatch):
 
 
 def oracle(q, k, v, until, grad, scale=None):
-    """[out, dq, dk, dv] in fp64: one head at a time, dense mask, softmax over the rows that see anything."""
+    """[out, dq, dk, dv] in fp64: one head at a time, dense mask, softmax over the rows that
+    see anything."""
     q, k, v = (x.detach().double().requires_grad_() for x in (q, k, v))
     N, nh, hs = q.shape
-    time, out = torch.arange(N, device=q.device), torch.zeros(N, nh, hs, dtype=torch.float64, device=q.device)
+    scale = 1 / math.sqrt(hs) if scale is None else scale
+    time = torch.arange(N, device=q.device)
+    out = torch.zeros(N, nh, hs, dtype=torch.float64, device=q.device)
     for h in range(nh):
         g = h * k.shape[1] // nh
         mask = (time[None, :] <= time[:, None]) & (time[:, None] < until[g].long()[None, :])
         rows, keys = mask.any(1), mask.any(0)
-        s = q[rows, h] @ k[keys, g].T * (1 / math.sqrt(hs) if scale is None else scale)
+        s = q[rows, h] @ k[keys, g].T * scale
         p = torch.softmax(s.masked_fill(~mask[rows][:, keys], float("-inf")), 1)
-        out = out.index_put((rows.nonzero()[:, 0], torch.tensor(h, device=q.device)), p @ v[keys, g])
+        at = rows.nonzero()[:, 0], torch.tensor(h, device=q.device)
+        out = out.index_put(at, p @ v[keys, g])
     out.backward(grad.double())
     return [out.detach()] + [x.grad for x in (q, k, v)]
 
 
 def case(N, nh, nkv, hs, device="cpu", dtype=torch.float32, seed=0):
-    """q, k, v, grad and a random until: keys that never die, that die at any time, that nobody sees; rows that see nothing."""
+    """q, k, v, grad and a random until: keys that never die, that die at any time, that
+    nobody sees; rows that see nothing."""
     g = torch.Generator().manual_seed(1000 * N + 10 * hs + nh + seed)
     q, k, v, grad = (torch.randn(N, n, hs, generator=g) for n in (nh, nkv, nkv, nh))
     row, r = torch.arange(N), torch.rand(nkv, N, generator=g)
@@ -100,6 +114,19 @@ def check_case(impl, device, dtype, N, hs, heads):
     assert (got[2][unseen] == 0).all() and (got[3][unseen] == 0).all()
 
 
+@pytest.mark.parametrize("scale", (None, 0.3))
+def test_definition(scale):
+    """The definition in the file is the oracle, in values and gradients; with keys that
+    live one row longer it is not."""
+    q, k, v, grad, until = case(67, 6, 2, 16, dtype=torch.float64)
+    leaves = [x.requires_grad_() for x in (q, k, v)]
+    want = oracle(q, k, v, until, grad, scale)
+    for shift, right in ((0, True), (1, False)):
+        out = definition(*leaves, until + shift, scale)
+        got = [out.detach(), *torch.autograd.grad(out, leaves, grad)]
+        assert (error(got, want) < TOLERANCE[torch.float64]) == right
+
+
 @pytest.mark.parametrize("N", NS)
 def test_ref_grid(N):
     for _, hs, heads in (c for c in GRID if c[0] == N):
@@ -134,10 +161,11 @@ def test_ref_gpu():
 @no_triton
 def test_triton_real_blocks(monkeypatch):
     monkeypatch.undo()  # the configs used for real: several blocks per tile
-    check_case("triton", "cuda" if CUDA else "cpu", torch.float32, 131, 16, (2, 1))
+    check_case("triton", DEVICE, torch.float32, 131, 16, (2, 1))
 
 
-@pytest.mark.skipif(CUDA or INTERPRET or triton is None, reason="runs the kernels where there is no GPU")
+@pytest.mark.skipif(CUDA or INTERPRET or triton is None,
+                    reason="runs the kernels where there is no GPU")
 def test_kernels_in_interpreter(pass_in_interpreter):
     pass_in_interpreter(__file__, "triton and not gpu and not import")
 
@@ -149,31 +177,36 @@ def test_negative_controls(impl, device):
     assert error(run(impl, q, k, v, until, grad), want) < TOLERANCE[torch.float32]
     for wrong in (until + 1, until - 1, until.flip(0)):
         assert error(run(impl, q, k, v, wrong, grad), want) > 1e-2
-    assert error(run(impl, q, k, v, until, grad, scale=0.3), oracle(q, k, v, until, grad, scale=0.3)) < TOLERANCE[torch.float32]
+    want = oracle(q, k, v, until, grad, scale=0.3)
+    assert error(run(impl, q, k, v, until, grad, scale=0.3), want) < TOLERANCE[torch.float32]
 
 
 @pytest.mark.parametrize("impl,device", IMPLS)
 def test_strides(impl, device):
-    N, nh, nkv, hs = 2 * TILE_K, 4, 2, 16  # a multiple of the tile: otherwise padding makes a contiguous copy of `until`
+    # a multiple of the tile: otherwise padding makes a contiguous copy of `until`
+    N, nh, nkv, hs = 2 * TILE_K, 4, 2, 16
     q, k, v, grad, until = case(N, nh, nkv, hs, device)
-    odd = [torch.randn(nh, hs, N, device=device).permute(2, 0, 1),           # heads first, columns apart
-           torch.randn(N, 2 * nkv, hs, device=device)[:, ::2],               # every second head of a wider tensor
+    odd = [torch.randn(nh, hs, N, device=device).permute(2, 0, 1),  # heads first, columns apart
+           torch.randn(N, 2 * nkv, hs, device=device)[:, ::2],      # every second head
            torch.randn(nkv, N, hs, device=device).transpose(0, 1)]
-    grads = (torch.ones((), device=device).expand(N, nh, hs),                # what .sum() sends back: strides of 0
+    grads = (torch.ones((), device=device).expand(N, nh, hs),       # of .sum(): strides of 0
              torch.randn(hs, nh, N, device=device).permute(2, 1, 0))
     until = until.t().contiguous().t()
     for g in grads:
         got = run(impl, *odd, until, g)
         assert error(got, oracle(*odd, until, g)) < TOLERANCE[torch.float32]
         plain = run(impl, *(x.contiguous() for x in odd), until.contiguous(), g.contiguous())
-        # the kernel reads the same numbers in the same order; a BLAS may choose another order for another layout
+        # the kernel reads the same numbers in the same order; a BLAS may choose another
+        # order for another layout
         assert impl == "ref" or all(torch.equal(a, b) for a, b in zip(got, plain))
 
 
 @pytest.mark.parametrize("impl,device", IMPLS)
 def test_two_runs_are_bitwise_equal(impl, device):
     q, k, v, grad, until = case(150, 6, 2, 16, device)
-    assert all(torch.equal(a, b) for a, b in zip(*(run(impl, q, k, v, until, grad) for _ in range(2))))
+    once = run(impl, q, k, v, until, grad)
+    again = run(impl, q, k, v, until, grad)
+    assert all(torch.equal(a, b) for a, b in zip(once, again))
 
 
 @pytest.mark.parametrize("impl,device", IMPLS)
@@ -184,14 +217,16 @@ def test_hidden_keys_do_not_leak(impl, device):
     unseen = (until <= torch.arange(N, device=device)).T             # (N, nkv)
     assert unseen.any()
     for garbage in (1e4, float("nan"), float("inf")):
-        dirty = run(impl, q, *(x.masked_fill(unseen[:, :, None], garbage) for x in (k, v)), until, grad)
+        dirty_k, dirty_v = (x.masked_fill(unseen[:, :, None], garbage) for x in (k, v))
+        dirty = run(impl, q, dirty_k, dirty_v, until, grad)
         assert all(torch.equal(a, b) for a, b in zip(clean, dirty))
     # a key seen for a while: rows after its death do not feel what it holds, rows before do
     until[:, 5] = 60
     k5, v5 = k.clone(), v.clone()
     k5[5], v5[5] = 3.0, 1e4
     a, b = run(impl, q, k, v, until, grad)[0], run(impl, q, k5, v5, until, grad)[0]
-    assert torch.equal(a[60:], b[60:]) and torch.equal(a[:5], b[:5]) and not torch.equal(a[5:60], b[5:60])
+    assert torch.equal(a[60:], b[60:]) and torch.equal(a[:5], b[:5])
+    assert not torch.equal(a[5:60], b[5:60])
 
 
 @pytest.mark.parametrize("impl,device", IMPLS)
@@ -208,7 +243,8 @@ def test_first_tiles_masked(impl, device):
 
 @pytest.mark.parametrize("impl,device", IMPLS)
 def test_packing_equals_separate(impl, device):
-    # prompt 20, 2 dense and 2 shadow copies of 7 - 1 rows: the first shadow copy equals its sequence alone under its own cache
+    # prompt 20, 2 dense and 2 shadow copies of 7 - 1 rows: the first shadow copy equals its
+    # sequence alone under its own cache
     until = group_until(20, 2, 7, 8, 2, device)
     N, a, b = until.shape[1], 20 + 2 * 6, 20 + 3 * 6
     assert N == 20 + 4 * 6 and (until[:, :20] == N).sum(1).tolist() == [8, 8]
@@ -222,20 +258,26 @@ def test_packing_equals_separate(impl, device):
 
 
 def test_ref_long_block_and_gather():
-    # more than 4 chunks (masks are rebuilt in the backward pass) and a tail where few keys live (they are gathered)
+    # more than 4 chunks (masks are rebuilt in the backward pass) and a tail where few keys
+    # live (they are gathered)
     N = 4 * shadow_attn.CHUNK + 300
     q, k, v, grad, until = case(N, 2, 1, 16, dtype=torch.float64)
     until[:, 20:N - 400] = until[:, 20:N - 400].clamp(max=N - 300)
-    assert error(run("ref", q, k, v, until, grad), oracle(q, k, v, until, grad)) < TOLERANCE[torch.float64]
+    got, want = run("ref", q, k, v, until, grad), oracle(q, k, v, until, grad)
+    assert error(got, want) < TOLERANCE[torch.float64]
 
 
 def test_ref_empty_rows_whatever_sdpa_does(monkeypatch):
-    def eager(q, k, v, attn_mask, scale):  # NaN for a row without keys, as older versions and other devices have it
+    def eager(q, k, v, attn_mask, scale):
+        """NaN for a row without keys, as older versions and other devices have it"""
         scale = q.shape[-1] ** -0.5 if scale is None else scale
         return (q @ k.mT * scale).masked_fill(~attn_mask, -math.inf).softmax(-1) @ v
+
     monkeypatch.setattr(shadow_attn.F, "scaled_dot_product_attention", eager)
-    q, k, v, grad, until = (torch.cat((a, b)) if a.dim() == 3 else torch.cat((a.clamp(max=90), b + 90), 1)
-                            for a, b in zip(case(90, 4, 2, 16), case(130, 4, 2, 16)))  # two sequences, both with empty rows
+    *first, until_1 = case(90, 4, 2, 16)  # two sequences, both with empty rows
+    *second, until_2 = case(130, 4, 2, 16)
+    q, k, v, grad = (torch.cat(pair) for pair in zip(first, second))
+    until = torch.cat((until_1.clamp(max=90), until_2 + 90), 1)
     got = run("ref", q, k, v, until, grad)
     assert error(got, oracle(q, k, v, until, grad)) < TOLERANCE[torch.float32]
     assert (got[0][90:] == 0).all(2).any()
@@ -271,19 +313,23 @@ def test_triton_no_dense_mask():
 
 def prepared(until, **kwargs):
     """prepare(until), on the CPU."""
-    cpu = lambda x: x if x is None else x.cpu() if isinstance(x, torch.Tensor) else tuple(map(cpu, x))
-    return cpu(prepare(until.to(DEVICE), **kwargs))
+    born, dies, by_query, by_key = prepare(until.to(DEVICE), **kwargs)
+    return (born.cpu(), dies.cpu(),
+            [x.cpu() for x in by_query], by_key and [x.cpu() for x in by_key])
 
 
 @no_triton
 def test_triton_prepare_lists_what_is_visible():
     N, nkv = 700, 3
-    until = torch.cat([case(N, nkv, nkv, 16, seed=s)[4] for s in range(2)] + [group_until(300, 4, 51, 60, nkv)])
+    cases = [case(N, nkv, nkv, 16, seed=s)[4] for s in range(2)]
+    until = torch.cat([*cases, group_until(300, 4, 51, 60, nkv)])
     heads, row = len(until), torch.arange(N)
     born, dies, (lists, partial, visible, order), by_key = prepared(until)
     nq, nk = lists.shape[1:]
-    assert (nq, nk) == (-(-N // TILE_Q), -(-N // TILE_K)) and sorted(order.tolist()) == list(range(heads * nq))
-    assert torch.equal(visible.flatten()[order.long()], visible.flatten().sort(descending=True).values)
+    assert (nq, nk) == (-(-N // TILE_Q), -(-N // TILE_K))
+    assert sorted(order.tolist()) == list(range(heads * nq))
+    longest_first = visible.flatten().sort(descending=True).values
+    assert torch.equal(visible.flatten()[order.long()], longest_first)
     mask = torch.zeros(heads, nq * TILE_Q, nk * TILE_K, dtype=torch.bool)
     mask[:, :N] = (born[:, None] <= row[:, None]) & (row[:, None] < dies[:, None])
     pairs = (row <= row[:, None]) & (row[:, None] < until[:, None])
@@ -310,15 +356,18 @@ def test_triton_layers_are_prepared_together():
     until = torch.stack([case(300, 2, 2, 16, seed=s)[4] for s in range(3)]).to(DEVICE)
 
     def facts(born, dies, *sides):
-        """What a plan says, whatever stands behind the end of a list and in whatever order equals come."""
+        """What a plan says, whatever stands behind the end of a list and in whatever order
+        equals come."""
         out = [born, dies]
         for lists, partial, visible, order in sides:
             behind = torch.arange(lists.shape[2], device=DEVICE) >= visible[:, :, None]
-            out += [lists.masked_fill(behind, -1), partial, visible, visible.flatten()[order.long()]]
+            in_order = visible.flatten()[order.long()]
+            out += [lists.masked_fill(behind, -1), partial, visible, in_order]
         return out
 
     for layer, plan in zip(until, prepare_layers(until)):
-        assert all(torch.equal(a, b) for a, b in zip(facts(*plan), facts(*prepare(layer)), strict=True))
+        pairs = zip(facts(*plan), facts(*prepare(layer)), strict=True)
+        assert all(torch.equal(a, b) for a, b in pairs)
     assert not torch.equal(prepare_layers(until)[0][0], prepare(until[1])[0])
     assert prepare(until[0], backward=False)[3] is None
     q, k = torch.zeros(300, 2, 16, device=DEVICE), torch.zeros(300, 2, 16, device=DEVICE)
@@ -328,26 +377,27 @@ def test_triton_layers_are_prepared_together():
 
 @no_triton
 def test_triton_shares_of_query_heads(monkeypatch):
-    """dK and dV from one program per key tile and query head, and from one per key tile: both right, here with 6 heads a group."""
-    device = "cuda" if CUDA else "cpu"
+    """dK and dV from one program per key tile and query head, and from one per key tile:
+    both right, here with 6 heads a group."""
     for few in (0, 1 << 20):
         monkeypatch.setattr(shadow_attn, "FEW_TILES", few)
-        check_case("triton", device, torch.float32, 131, 16, (6, 1))
+        check_case("triton", DEVICE, torch.float32, 131, 16, (6, 1))
 
 
 @no_triton
 def test_triton_writes_over_q():
-    """With out=q the result is bit for bit the same, in strided memory too; where a gradient is recorded, or it does not fit, it is refused."""
-    device = "cuda" if CUDA else "cpu"
-    q, k, v, _, until = case(300, 4, 2, 16, device)
+    """With out=q the result is bit for bit the same, in strided memory too; where a
+    gradient is recorded, or it does not fit, it is refused."""
+    q, k, v, _, until = case(300, 4, 2, 16, DEVICE)
     want = shadow_attention(q, k, v, until, impl="triton")
     with pytest.raises(ValueError, match="does not fit q or would be part of a recorded graph"):
         shadow_attention(q, k, v, until, impl="triton", out=torch.empty_like(q))
     with torch.no_grad():
-        wide = torch.zeros(300, 6, 16, device=device)
+        wide = torch.zeros(300, 6, 16, device=DEVICE)
         wide[:, :4] = q
         got = shadow_attention(wide[:, :4], k, v, until, impl="triton", out=wide[:, :4])
-        assert got.data_ptr() == wide.data_ptr() and torch.equal(got, want) and not torch.equal(want, q)
+        assert got.data_ptr() == wide.data_ptr()
+        assert torch.equal(got, want) and not torch.equal(want, q)
         assert torch.equal(wide[:, 4:], torch.zeros_like(wide[:, 4:]))
         with pytest.raises(ValueError, match="does not fit q"):
             shadow_attention(q, k, v, until, impl="triton", out=torch.empty_like(q)[:-1])
@@ -368,18 +418,23 @@ def test_triton_sorting_pays():
 @pytest.mark.parametrize("change,message", [
     (dict(q=torch.zeros(8, 3, 16)), "3 query heads do not divide into 2 KV heads"),
     (dict(q=torch.zeros(8, 16)), r"q and k must be \(N, heads, head size\)"),
-    (dict(q=torch.zeros(0, 4, 16), k=torch.zeros(0, 2, 16), v=torch.zeros(0, 2, 16), until=torch.zeros(2, 0).int()), "not empty"),
+    (dict(q=torch.zeros(0, 4, 16), k=torch.zeros(0, 2, 16), v=torch.zeros(0, 2, 16),
+          until=torch.zeros(2, 0).int()), "not empty"),
     (dict(k=torch.zeros(8, 2, 15)), r"k and v must be \(8, nkv, 16\)"),
     (dict(v=torch.zeros(7, 2, 16)), r"k and v must be \(8, nkv, 16\)"),
     (dict(until=torch.full((2, 8), 8)), "until must be int32"),
-    (dict(until=torch.full((1, 8), 8).int()), r"of shape \(2, 8\), got torch.int32 of shape \(1, 8\)"),
+    (dict(until=torch.full((1, 8), 8).int()),
+     r"of shape \(2, 8\), got torch.int32 of shape \(1, 8\)"),
     (dict(v=torch.zeros(8, 2, 16).half()), "share one floating dtype"),
     (dict(q=torch.zeros(8, 4, 16, dtype=torch.int64)), "share one floating dtype, got torch.int64"),
     (dict(v=torch.zeros(8, 2, 16, device="meta")), "q, k, v and until are on cpu, cpu, meta"),
-    (dict(scale=0.0), "scale must be positive"), (dict(scale=-1.0), "scale must be positive"), (dict(scale=math.nan), "scale"),
+    (dict(scale=0.0), "scale must be positive"),
+    (dict(scale=-1.0), "scale must be positive"),
+    (dict(scale=math.nan), "scale"),
     (dict(impl="flash"), "impl='flash' is unknown")])
 def test_errors(change, message):
-    good = dict(q=torch.zeros(8, 4, 16), k=torch.zeros(8, 2, 16), v=torch.zeros(8, 2, 16), until=torch.full((2, 8), 8).int())
+    good = dict(q=torch.zeros(8, 4, 16), k=torch.zeros(8, 2, 16), v=torch.zeros(8, 2, 16),
+                until=torch.full((2, 8), 8).int())
     shadow_attention(**good)
     with pytest.raises(ValueError, match=message) as e:
         shadow_attention(**{**good, **change})
@@ -388,9 +443,9 @@ def test_errors(change, message):
 
 @no_triton
 def test_triton_errors():
-    device = "cuda" if CUDA else "cpu"
-    for hs, dtype, message in ((16, torch.float64, "takes float32, bfloat16 or float16"), (136, torch.float32, "up to 128")):
-        q, k, v, _, until = case(8, 2, 1, hs, device, dtype)
+    for hs, dtype, message in ((16, torch.float64, "takes float32, bfloat16 or float16"),
+                               (136, torch.float32, "up to 128")):
+        q, k, v, _, until = case(8, 2, 1, hs, DEVICE, dtype)
         with pytest.raises(ValueError, match=message):
             shadow_attention(q, k, v, until, impl="triton")
     if INTERPRET:
@@ -402,9 +457,11 @@ def test_triton_errors():
 def test_dispatch():
     q, k, v, _, until = case(40, 4, 2, 16)
     assert torch.equal(shadow_attention(q, k, v, until), shadow_attention_ref(q, k, v, until))
-    low = shadow_attention(*(x.bfloat16() for x in (q, k, v)), until)  # computed in fp32, rounded once
+    q, k, v = (x.bfloat16() for x in (q, k, v))  # computed in fp32, rounded once
+    low = shadow_attention(q, k, v, until)
     assert low.dtype == torch.bfloat16
-    assert torch.equal(low, shadow_attention_ref(*(x.bfloat16().float() for x in (q, k, v)), until).bfloat16())
+    high = shadow_attention_ref(q.float(), k.float(), v.float(), until)
+    assert torch.equal(low, high.bfloat16())
     if triton is not None and not INTERPRET:
         with pytest.raises(ValueError, match="needs CUDA tensors, got cpu"):
             shadow_attention(q, k, v, until, impl="triton")
@@ -432,22 +489,28 @@ def test_smaller_blocks_when_out_of_shared_memory(monkeypatch):
             def call(*args, BLOCK_Q, BLOCK_K, **_):
                 used.append((grid, BLOCK_Q))
                 if BLOCK_Q > limit:
-                    raise triton.runtime.errors.OutOfResources(2 * 2 ** 16, 2 ** 16, "shared memory")
+                    raise triton.runtime.errors.OutOfResources(2 ** 17, 2 ** 16, "shared memory")
             return call
 
-    monkeypatch.setattr(shadow_attn, "configs", lambda *_: [(128, 64, 4, 3), (64, 32, 4, 2), (32, 32, 4, 1)])
+    def programs(block_q, block_k):
+        return 256 // block_q
+
+    options = [(128, 64, 4, 3), (64, 32, 4, 2), (32, 32, 4, 1)]
+    monkeypatch.setattr(shadow_attn, "configs", lambda *_: options)
     monkeypatch.setattr(shadow_attn, "SETTLED", {})
     limit = 64
     with pytest.warns(UserWarning, match="do not fit this card"):
-        shadow_attn.launch(Kernel(), torch.float16, 64, lambda bq, bk: 256 // bq)
-    shadow_attn.launch(Kernel(), torch.float16, 64, lambda bq, bk: 256 // bq)  # remembered: no second failure
+        shadow_attn.launch(Kernel(), torch.float16, 64, programs)
+    shadow_attn.launch(Kernel(), torch.float16, 64, programs)  # remembered: no second failure
     assert used == [((2,), 128), ((4,), 64), ((4,), 64)]
     limit = 16
     with pytest.warns(UserWarning), pytest.raises(triton.runtime.errors.OutOfResources):
-        shadow_attn.launch(Kernel(), torch.float32, 64, lambda bq, bk: 256 // bq)
+        shadow_attn.launch(Kernel(), torch.float32, 64, programs)
 
 
 def test_self_check_command():
     env = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
-    result = subprocess.run([sys.executable, "shadow_attn.py"], cwd=ROOT, env=env, capture_output=True, text=True)
-    assert result.returncode == 0 and result.stdout.rstrip().endswith("ok"), result.stdout + result.stderr
+    command = [sys.executable, "shadow_attn.py"]
+    result = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True)
+    assert result.returncode == 0, result.stdout + result.stderr
+    assert result.stdout.rstrip().endswith("ok")

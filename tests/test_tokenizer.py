@@ -1,6 +1,7 @@
 """
-tokenizer.py against the tokenizers library: tokenizers of every supported kind, trained here from nothing, must give the
-same ids on 3,000 generated strings. With SMD_REAL_WEIGHTS=folder holding smollm2/ and qwen/, the real ones too.
+data/tokenizer.py against the tokenizers library: tokenizers of every supported kind, trained
+here from nothing, must give the same ids on 3,000 generated strings. With SMD_REAL_WEIGHTS=folder
+holding smollm2/ and qwen/, the real ones too.
 """
 import functools
 import json
@@ -12,64 +13,87 @@ import unicodedata
 
 import pytest
 
-ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
-sys.path.insert(0, ROOT)
 from data import tokenizer as tokenizer_py
 from data.tokenizer import Tokenizer
 
 tokenizers = pytest.importorskip("tokenizers")
 transformers = pytest.importorskip("transformers")
 
+ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 REAL = os.environ.get("SMD_REAL_WEIGHTS")
 needs_real = pytest.mark.skipif(not REAL, reason="SMD_REAL_WEIGHTS names no folder")
 
-LLAMA3 = (r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|"
-          r"\s*[\r\n]+|\s+(?!\S)|\s+")
+LLAMA3 = (r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}|"
+          r" ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+")
 QWEN = LLAMA3.replace(r"\p{N}{1,3}", r"\p{N}")
 SPECIALS = ["<|endoftext|>", "<|im_start|>", "<|im_end|>", "<think>"]
-TEMPLATE = ("{% for m in messages %}{% if m['role'] == 'judge' %}{{ raise_exception('no role ' + m['role']) }}{% endif %}\n"
+TEMPLATE = ("{% for m in messages %}{% if m['role'] == 'judge' %}"
+            "{{ raise_exception('no role ' + m['role']) }}{% endif %}\n"
             "{% if loop.first and m['role'] != 'system' %}"
             "{{ bos_token + '<|im_start|>system\\nBe brief.<|im_end|>\\n' }}{% endif %}\n"
             "{{ '<|im_start|>' + m['role'] + '\\n' + m['content'] + '<|im_end|>\\n' }}{% endfor %}"
             "{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}")
-TALK = [{"role": "user", "content": "What is 17 + 4?"}, {"role": "assistant", "content": "21, I'd say.\n"},
+TALK = [{"role": "user", "content": "What is 17 + 4?"},
+        {"role": "assistant", "content": "21, I'd say.\n"},
         {"role": "user", "content": "Sûr? \U0001F642"}]
 # SmolLM2's ids of the one message "Hi 42"; the system prompt in them is the template's own
-GOLDEN = [1, 9690, 198, 2683, 359, 253, 5356, 5646, 11173, 3365, 3511, 308, 34519, 28, 7018, 411, 407,
-          19712, 8182, 2, 198, 1, 4093, 198, 26843, 216, 36, 34, 2, 198, 1, 520, 9531, 198]
+GOLDEN = [1, 9690, 198, 2683, 359, 253, 5356, 5646, 11173, 3365, 3511, 308, 34519, 28, 7018, 411,
+          407, 19712, 8182, 2, 198, 1, 4093, 198, 26843, 216, 36, 34, 2, 198, 1, 520, 9531, 198]
 KINDS = ("llama3", "gpt2", "digits", "qwen")
 
 
+def by_transformers(folder):
+    return transformers.AutoTokenizer.from_pretrained(folder)
+
+
+def rendered(hf, talk, **kw):
+    return hf.apply_chat_template(talk, return_dict=True, **kw)["input_ids"]
+
+
 def pieces_of(kind):
-    from tokenizers import Regex, pre_tokenizers as pre
+    from tokenizers import Regex
+    from tokenizers import pre_tokenizers as pre
     byte = functools.partial(pre.ByteLevel, add_prefix_space=False)
-    return {"llama3": lambda: pre.Sequence([pre.Split(Regex(LLAMA3), "isolated"), byte(use_regex=False)]),
-            "qwen": lambda: pre.Sequence([pre.Split(Regex(QWEN), "isolated"), byte(use_regex=False)]),
-            "digits": lambda: pre.Sequence([pre.Digits(individual_digits=True), byte(use_regex=True)]),
-            "gpt2": lambda: byte(use_regex=True)}[kind]()
+    if kind == "gpt2":
+        return byte(use_regex=True)
+    if kind == "digits":
+        return pre.Sequence([pre.Digits(individual_digits=True), byte(use_regex=True)])
+    pattern = {"llama3": LLAMA3, "qwen": QWEN}[kind]
+    return pre.Sequence([pre.Split(Regex(pattern), "isolated"), byte(use_regex=False)])
+
+
+def read(*path):
+    with open(os.path.join(*path), encoding="utf-8") as f:
+        return f.read()
 
 
 def train(folder, kind, size=900):
-    """Write a byte-level BPE of that kind, a config and a chat template into `folder`, as a checkpoint would have them."""
-    from tokenizers import Tokenizer as T, decoders, models, normalizers, pre_tokenizers, trainers
+    """Write a byte-level BPE of that kind, a config and a chat template into `folder`, as a
+    checkpoint would have them."""
+    from tokenizers import Tokenizer as T
+    from tokenizers import decoders, models, normalizers, pre_tokenizers, trainers
     t = T(models.BPE(ignore_merges=kind == "llama3"))
     t.pre_tokenizer, t.decoder = pieces_of(kind), decoders.ByteLevel()
     if kind == "qwen":
         t.normalizer = normalizers.NFC()
-    # SmolLM2's vocabulary has its special tokens in front and lacks the bytes that were never seen; the others have all bytes
+    # SmolLM2's vocabulary has its special tokens in front and lacks the bytes that were never
+    # seen; the others have all bytes
     front = kind in ("digits", "gpt2")
-    trainer = trainers.BpeTrainer(vocab_size=size, show_progress=False, special_tokens=SPECIALS[:3] if front else [],
-                                  initial_alphabet=[] if kind == "digits" else pre_tokenizers.ByteLevel.alphabet())
-    here = [open(os.path.join(ROOT, f), encoding="utf-8").read() for f in ("model.py", "tokenizer.py")]
+    alphabet = [] if kind == "digits" else pre_tokenizers.ByteLevel.alphabet()
+    trainer = trainers.BpeTrainer(vocab_size=size, show_progress=False, initial_alphabet=alphabet,
+                                  special_tokens=SPECIALS[:3] if front else [])
+    here = [read(ROOT, "model.py"), read(ROOT, "data", "tokenizer.py")]
     t.train_from_iterator(here + strings(400, seed=5, controls=False), trainer)
     t.add_special_tokens(SPECIALS[:3])
     t.add_tokens([tokenizers.AddedToken("<think>", normalized=False)])
     os.makedirs(folder, exist_ok=True)
     t.save(os.path.join(folder, "tokenizer.json"))
-    write(folder, "config.json", {"model_type": "llama", "eos_token_id": t.token_to_id("<|endoftext|>")})
-    write(folder, "generation_config.json", {"eos_token_id": [t.token_to_id("<|endoftext|>"), t.token_to_id("<|im_end|>")]})
+    end, turn = t.token_to_id("<|endoftext|>"), t.token_to_id("<|im_end|>")
+    write(folder, "config.json", {"model_type": "llama", "eos_token_id": end})
+    write(folder, "generation_config.json", {"eos_token_id": [end, turn]})
     write(folder, "tokenizer_config.json", {
-        "tokenizer_class": "PreTrainedTokenizerFast", "bos_token": "<|endoftext|>", "chat_template": TEMPLATE,
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "bos_token": "<|endoftext|>", "chat_template": TEMPLATE,
         "eos_token": {"__type": "AddedToken", "content": "<|im_end|>", "special": True}})
     return folder
 
@@ -83,7 +107,7 @@ def edited(folder, tmp_path, name="tokenizer.json", edit=None, **keys):
     """A copy of the folder with one JSON file changed by `edit(dict)` or by top-level keys."""
     os.makedirs(tmp_path, exist_ok=True)
     for f in os.listdir(folder):
-        content = json.load(open(os.path.join(folder, f), encoding="utf-8"))
+        content = json.loads(read(folder, f))
         if f == name:
             content |= keys
             if edit:
@@ -92,31 +116,57 @@ def edited(folder, tmp_path, name="tokenizer.json", edit=None, **keys):
     return str(tmp_path)
 
 
+WORDS = ("the key has died at don't I'LL WE'VE it's 'tis o'clock naïve Straße ΣΑΣ Привет שלום "
+         "مرحبا").split()
+CODE = ["def f(x):\n\treturn x**2  # ok\n", "a[i] += b[-1];", "{\"k\": [1, 2.50]}",
+        "</div>\r\n\r\n", "https://x.org/a?b=c&d=%20", "--x=1e-4"]
+EMOJI = ["🙂", "👩‍👩‍👧", "🇫🇷", "👍🏽", "❤️", "\U0001F9FF"]
+COMPOSED = ["ﬁ", "Å", "é", "e\u0301", "A\u030a", "\u1100\u1161", "\u212b", "각", "ẛ̣"]
+CONTROLS = [chr(c) for c in [*range(32), 127, 0xAD, 0x200B, 0xFEFF, 0x10FFFF, 0x40001]]
+
+
 def strings(n, seed=0, controls=True, specials=()):
-    """n strings mixing code, words, numbers, emoji, CJK, combining marks, white space, control bytes and special tokens."""
+    """n strings mixing code, words, numbers, emoji, CJK, combining marks, white space, control
+    bytes and special tokens."""
     rng = random.Random(seed)
-    pick = lambda chars, most: "".join(rng.choice(chars) for _ in range(rng.randint(1, most)))
+
+    def pick(chars, most):
+        return "".join(rng.choice(chars) for _ in range(rng.randint(1, most)))
+
+    def marked():
+        letter = rng.choice("aeoAnkqक가A1!<")
+        return letter + pick("\u0301\u0308\u0327\u0323\u0303\u0345\u093c", 2)
+
+    def anything():
+        planes = [(0x20, 0xD800), (0x10000, 0x20000)]
+        chars = [chr(rng.randrange(*rng.choice(planes))) for _ in range(99)]
+        # an unassigned one may be a letter in newer tables
+        return pick([c for c in chars if unicodedata.category(c) != "Cn"], 2)
+
     makers = [
-        lambda: rng.choice("the key has died at don't I'LL WE'VE it's 'tis o'clock naïve Straße ΣΑΣ Привет שלום مرحبا".split()),
-        lambda: rng.choice(["def f(x):\n\treturn x**2  # ok\n", "a[i] += b[-1];", "{\"k\": [1, 2.50]}", "</div>\r\n\r\n",
-                            "https://x.org/a?b=c&d=%20", "--x=1e-4"]),
+        lambda: rng.choice(WORDS),
+        lambda: rng.choice(CODE),
         lambda: str(rng.randint(0, 10 ** rng.randint(1, 12))),
         lambda: pick("٣४²½Ⅷ一7", 3),
-        lambda: rng.choice(["🙂", "👩‍👩‍👧", "🇫🇷", "👍🏽", "❤️", "\U0001F9FF"]),
+        lambda: rng.choice(EMOJI),
         lambda: pick("漢字仮名かなカナ한국어中文，。「」", 6),
-        lambda: rng.choice("aeoAnkqक가A1!<") + pick("\u0301\u0308\u0327\u0323\u0303\u0345\u093c", 2),
-        lambda: pick(["ﬁ", "Å", "é", "e\u0301", "A\u030a", "\u1100\u1161", "\u212b", "각", "ẛ̣"], 3),
+        marked,
+        lambda: pick(COMPOSED, 3),
         lambda: pick(" \t\n\r\u00a0\u3000\u2028\x0b\x0c\x85", 6),
         lambda: " " * rng.randint(1, 20),
         lambda: pick("!?.,;:()[]<>|/\\'\"`~@#$%^&*-_=+", 6),
-        lambda: pick([c for c in (chr(rng.randrange(*rng.choice([(0x20, 0xD800), (0x10000, 0x20000)]))) for _ in range(99))
-                      if unicodedata.category(c) != "Cn"], 2),  # an unassigned one may be a letter in newer tables
+        anything,
     ]
     if controls:
-        makers.append(lambda: pick([chr(c) for c in [*range(32), 127, 0xAD, 0x200B, 0xFEFF, 0x10FFFF, 0x40001]], 2))
+        makers.append(lambda: pick(CONTROLS, 2))
     if specials:
         makers.append(lambda: rng.choice(specials)[:rng.choice([None, None, -1])])
-    return ["".join(rng.choice(makers)() + rng.choice(["", "", " ", "\n"]) for _ in range(rng.randint(1, 12))) for _ in range(n)]
+
+    def string():
+        parts = rng.randint(1, 12)
+        return "".join(rng.choice(makers)() + rng.choice(["", "", " ", "\n"]) for _ in range(parts))
+
+    return [string() for _ in range(n)]
 
 
 @pytest.fixture(scope="session")
@@ -126,51 +176,57 @@ def folders(tmp_path_factory):
 
 
 def differing(tok, hf, texts):
-    """The texts on which the ids differ from transformers', special-token text included; each must still decode alike."""
-    theirs = hf(texts, add_special_tokens=False)["input_ids"]
-    odd = [(t, ids) for t, ids in zip(texts, theirs) if tok.encode(t, special=True) != ids]
-    assert all(tok.decode(tok.encode(t, special=True)) == tok.decode(ids) for t, ids in odd)
-    return [t for t, _ in odd]
+    """The texts on which the ids differ from transformers', special-token text included; each
+    must still decode alike."""
+    odd = []
+    for text, ids in zip(texts, hf(texts, add_special_tokens=False)["input_ids"]):
+        ours = tok.encode(text, special=True)
+        assert tok.decode(ours) == tok.decode(ids)
+        if ours != ids:
+            odd.append(text)
+    return odd
 
 
-def has_absent_byte(tok):
-    """-> a test for text that has a byte without a token: dropped before merging there, after merging here."""
+def has_absent_byte(tok, text):
+    """Has text a byte without a token? It is dropped before merging there, after merging here."""
     have = {t[0] for t in tok.bytes.values() if len(t) == 1}
-    return lambda text: bool(set(text.encode()) - have)
+    return bool(set(text.encode()) - have)
 
 
-def has_stacked_marks(text):
+def has_stacked_marks(tok, text):
     """Combining marks in a row, where NFC depends on the version of the Unicode tables."""
-    return any(unicodedata.combining(a) and unicodedata.combining(b) for a, b in zip(text, text[1:]))
+    marks = [bool(unicodedata.combining(c)) for c in text]
+    return any(a and b for a, b in zip(marks, marks[1:]))
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_ids_equal_the_tokenizers_library(folders, kind):
-    tok, hf = Tokenizer(folders[kind]), transformers.AutoTokenizer.from_pretrained(folders[kind])
+    tok, hf = Tokenizer(folders[kind]), by_transformers(folders[kind])
     texts = strings(3000, seed=1, specials=SPECIALS)
     assert sum(any(s in t for s in SPECIALS) for t in texts) > 500
     odd = differing(tok, hf, texts)
     print(f"{kind}: {len(odd)} of {len(texts)} strings differ")
     if kind == "digits":
-        assert all(map(has_absent_byte(tok), odd)) and len(odd) <= 30
+        assert all(has_absent_byte(tok, text) for text in odd) and len(odd) <= 30
     else:
         assert odd == []
     assert len(tok) == len(hf)
 
 
 @needs_real
-@pytest.mark.parametrize("name, most", [("smollm2", 30), ("qwen", 15)])
-def test_real_ids_equal_transformers(name, most):
+@pytest.mark.parametrize("name, size, most, why", [
+    ("smollm2", 49152, 30, has_absent_byte), ("qwen", 151665, 15, has_stacked_marks)])
+def test_real_ids_equal_transformers(name, size, most, why):
     path = os.path.join(REAL, name)
-    tok, hf = Tokenizer(path), transformers.AutoTokenizer.from_pretrained(path)
+    tok, hf = Tokenizer(path), by_transformers(path)
     texts = strings(5000, seed=2, specials=[*tok.added])
     odd = differing(tok, hf, texts)
     print(f"{name}: {len(odd)} of {len(texts)} strings differ, e.g. {odd[:3]}")
-    assert all(map({"smollm2": has_absent_byte(tok), "qwen": has_stacked_marks}[name], odd)) and len(odd) <= most
-    assert len(tok) == len(hf) == {"smollm2": 49152, "qwen": 151665}[name]
-    assert tok.chat(TALK) == hf.apply_chat_template(TALK, add_generation_prompt=True, return_dict=True)["input_ids"]
+    assert all(why(tok, text) for text in odd) and len(odd) <= most
+    assert len(tok) == len(hf) == size
+    assert tok.chat(TALK) == rendered(hf, TALK, add_generation_prompt=True)
     system = [{"role": "system", "content": "Answer in one word. <|im_end|>"}, *TALK]
-    assert tok.chat(system, add_generation_prompt=False) == hf.apply_chat_template(system, return_dict=True)["input_ids"]
+    assert tok.chat(system, add_generation_prompt=False) == rendered(hf, system)
 
 
 @needs_real
@@ -180,24 +236,30 @@ def test_real_golden_prompt():
 
 
 def test_negative_controls(folders, tmp_path, monkeypatch):
-    """What the equality above would catch: no NFC, GPT-2's pattern for digits, NFC over the whole text, a wrong merge order."""
+    """What the equality above would catch: no NFC, GPT-2's pattern for digits, NFC over the whole
+    text, a wrong merge order."""
     texts = strings(1000, seed=1, specials=SPECIALS)
-    hf = {k: transformers.AutoTokenizer.from_pretrained(folders[k]) for k in KINDS}
+    hf = {k: by_transformers(folders[k]) for k in KINDS}
+
+    def wrong(tok, kind):
+        """On how many texts does tok differ from transformers' tokenizer of that kind?"""
+        theirs = hf[kind](texts, add_special_tokens=False)["input_ids"]
+        return sum(tok.encode(t, special=True) != ids for t, ids in zip(texts, theirs))
+
     tok = Tokenizer(folders["qwen"])
     tok.nfc = False
-    theirs = hf["qwen"](texts, add_special_tokens=False)["input_ids"]
-    assert sum(tok.encode(t, special=True) != ids for t, ids in zip(texts, theirs)) > 25
-    # the mark composes with ">" (U+226F) when the whole text is normalised first, and the special token is gone
+    assert wrong(tok, "qwen") > 25
+    # the mark composes with ">" (U+226F) when the whole text is normalised first, and the special
+    # token is gone
     tok, text = Tokenizer(folders["qwen"]), "a<|im_end|>\u0338"
+    end = tok.added["<|im_end|>"]
     assert tok.encode(text, special=True) == hf["qwen"].encode(text, add_special_tokens=False)
-    assert tok.added["<|im_end|>"] in tok.encode(text, special=True)
-    assert tok.added["<|im_end|>"] not in tok.encode(unicodedata.normalize("NFC", text), special=True)
+    assert end in tok.encode(text, special=True)
+    assert end not in tok.encode(unicodedata.normalize("NFC", text), special=True)
     monkeypatch.setattr(tokenizer_py, "DIGITS_THEN_GPT2", tokenizer_py.GPT2)
-    tok, theirs = Tokenizer(folders["digits"]), hf["digits"](texts, add_special_tokens=False)["input_ids"]
-    assert sum(tok.encode(t, special=True) != ids for t, ids in zip(texts, theirs)) > 25
+    assert wrong(Tokenizer(folders["digits"]), "digits") > 25
     swap = edited(folders["llama3"], tmp_path, edit=lambda d: d["model"]["merges"].reverse())
-    tok, theirs = Tokenizer(swap), hf["llama3"](texts, add_special_tokens=False)["input_ids"]
-    assert sum(tok.encode(t, special=True) != ids for t, ids in zip(texts, theirs)) > 25
+    assert wrong(Tokenizer(swap), "llama3") > 25
 
 
 def test_ids_need_not_follow_the_merge_order(folders, tmp_path):
@@ -208,9 +270,9 @@ def test_ids_need_not_follow_the_merge_order(folders, tmp_path):
         d["model"]["vocab"] |= dict(zip(tokens, ids))
     path = edited(folders["gpt2"], tmp_path, edit=shuffle)
     texts = strings(500, seed=3, specials=SPECIALS)
-    assert differing(Tokenizer(path), transformers.AutoTokenizer.from_pretrained(path), texts) == []
-    straight = Tokenizer(folders["gpt2"])
-    assert sum(straight.encode(t) != Tokenizer.encode(Tokenizer(path), t) for t in texts[:20]) > 15
+    assert differing(Tokenizer(path), by_transformers(path), texts) == []
+    straight, shuffled = Tokenizer(folders["gpt2"]), Tokenizer(path)
+    assert sum(straight.encode(t) != shuffled.encode(t) for t in texts[:20]) > 15
 
 
 def test_a_split_pattern_with_gaps_and_normalized_added_tokens(folders, tmp_path):
@@ -218,9 +280,11 @@ def test_a_split_pattern_with_gaps_and_normalized_added_tokens(folders, tmp_path
         d["pre_tokenizer"]["pretokenizers"][0]["pattern"]["Regex"] = r"\p{L}+"
         d["added_tokens"][-1] |= {"content": "<é>", "normalized": True}
     path = edited(folders["qwen"], tmp_path, edit=edit)
-    tok, hf = Tokenizer(path), transformers.AutoTokenizer.from_pretrained(path)
-    assert differing(tok, hf, strings(500, seed=4, specials=["<é>", "<e\u0301>", "<é>\u0338"])) == []
-    assert tok.encode("x<e\u0301>", special=True)[-1] == tok.added["<é>"] != tok.encode("x<e\u0301>")[-1]
+    tok, hf = Tokenizer(path), by_transformers(path)
+    texts = strings(500, seed=4, specials=["<é>", "<e\u0301>", "<é>\u0338"])
+    assert differing(tok, hf, texts) == []
+    assert tok.encode("x<e\u0301>", special=True)[-1] == tok.added["<é>"]
+    assert tok.encode("x<e\u0301>")[-1] != tok.added["<é>"]
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -239,16 +303,19 @@ def test_text_never_yields_an_added_id_by_default(folders, kind):
 def test_no_input_panics(folders, kind):
     tok = Tokenizer(folders[kind])
     for b in range(256):
-        tok.encode(chr(b) * 3), tok.encode("!" + chr(b) + "!")
+        tok.encode(chr(b) * 3)
+        tok.encode("!" + chr(b) + "!")
     assert tok.encode("") == [] and tok.decode([]) == ""
     # lone surrogates become U+FFFD, pairs their character; transformers raises a TypeError on both
-    assert tok.encode("a\ud800b") == tok.encode("a\ufffdb") and tok.encode("\ud83d\ude42") == tok.encode("\U0001F642")
-    assert tok.encode("\ud800<|im_end|>\udc00", special=True) == tok.encode("\ufffd<|im_end|>\ufffd", special=True)
+    for broken, text in (("a\ud800b", "a\ufffdb"), ("\ud83d\ude42", "\U0001F642")):
+        assert tok.encode(broken) == tok.encode(text)
+    broken, text = "\ud800<|im_end|>\udc00", "\ufffd<|im_end|>\ufffd"
+    assert tok.encode(broken, special=True) == tok.encode(text, special=True)
 
 
 @pytest.mark.parametrize("kind", ("gpt2", "qwen"))
 def test_long_runs_equal_the_tokenizers_library(folders, kind):
-    tok, hf = Tokenizer(folders[kind]), transformers.AutoTokenizer.from_pretrained(folders[kind])
+    tok, hf = Tokenizer(folders[kind]), by_transformers(folders[kind])
     for run in (" " * 1_010_000 + "x", "\t" * 1_010_000, "a" * 100_000, "?" * 100_000):
         assert tok.encode(run) == hf.encode(run, add_special_tokens=False), (run[:1], len(run))
 
@@ -261,7 +328,7 @@ def test_tiktoken_does_panic_on_what_is_cut(folders, monkeypatch):
 
 def test_decode(folders):
     tok = Tokenizer(folders["llama3"])
-    hf = transformers.AutoTokenizer.from_pretrained(folders["llama3"])
+    hf = by_transformers(folders["llama3"])
     ids = tok.encode("naïve 🙂<|im_end|>", special=True)
     for cut in range(len(ids) + 1):  # half a character decodes to U+FFFD, as in transformers
         assert tok.decode(ids[:cut]) == hf.decode(ids[:cut])
@@ -271,14 +338,15 @@ def test_decode(folders):
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_chat(folders, kind, tmp_path):
-    tok, hf = Tokenizer(folders[kind]), transformers.AutoTokenizer.from_pretrained(folders[kind])
+    tok, hf = Tokenizer(folders[kind]), by_transformers(folders[kind])
     injected = [{"role": "system", "content": "s"}, {"role": "user", "content": "a<|im_end|>b"}]
     for talk in (TALK, TALK[:1], injected):
         for prompt in (True, False):
-            theirs = hf.apply_chat_template(talk, add_generation_prompt=prompt, return_dict=True)["input_ids"]
+            theirs = rendered(hf, talk, add_generation_prompt=prompt)
             assert tok.chat(talk, add_generation_prompt=prompt) == theirs
     bos = tok.added["<|endoftext|>"]
-    assert tok.has_chat and tok.chat(TALK).count(bos) == 1 and tok.chat(TALK) != tok.chat(TALK, add_generation_prompt=False)
+    assert tok.has_chat and tok.chat(TALK).count(bos) == 1
+    assert tok.chat(TALK) != tok.chat(TALK, add_generation_prompt=False)
     with pytest.raises(ValueError, match="chat template: no role judge"):
         tok.chat([{"role": "judge", "content": "?"}])
     with pytest.raises(ValueError, match="chat template: .*content"):
@@ -286,36 +354,42 @@ def test_chat(folders, kind, tmp_path):
 
 
 def test_chat_template_sources(folders, tmp_path):
-    source = ("{% if tools is none %}T{% endif %}{%- for m in messages %}{% if loop.index > 2 %}{% break %}{% endif %}\n    {{ m | tojson }}<|im_end|>\n"
+    def with_template(name, template):
+        return edited(folders["llama3"], tmp_path / name, "tokenizer_config.json",
+                      chat_template=template)
+
+    source = ("{% if tools is none %}T{% endif %}{%- for m in messages %}{% if loop.index > 2 %}"
+              "{% break %}{% endif %}\n    {{ m | tojson }}<|im_end|>\n"
               "{% endfor %}{{ strftime_now('%Y')[:2] }}")
     named = [{"name": "tool", "template": "x"}, {"name": "default", "template": source}]
-    path = edited(folders["llama3"], tmp_path / "a", "tokenizer_config.json", chat_template=named)
-    rendered = Tokenizer(path).chat(TALK)
-    hf = transformers.AutoTokenizer.from_pretrained(path)
-    assert rendered == hf.apply_chat_template(TALK, return_dict=True)["input_ids"]
+    path = with_template("a", named)
+    assert Tokenizer(path).chat(TALK) == rendered(by_transformers(path), TALK)
     with open(os.path.join(path, "chat_template.jinja"), "w", encoding="utf-8") as f:
         f.write("from the file")  # wins over tokenizer_config.json
     assert Tokenizer(path).decode(Tokenizer(path).chat(TALK)) == "from the file"
-    bare = Tokenizer(edited(folders["llama3"], tmp_path / "b", "tokenizer_config.json", chat_template=None))
+    bare = Tokenizer(with_template("b", None))
     assert not bare.has_chat
     with pytest.raises(ValueError, match="no chat template"):
         bare.chat(TALK)
-    attack = "{{ messages.append(1) }}"
     with pytest.raises(ValueError, match="chat template: .*unsafe"):
-        Tokenizer(edited(folders["llama3"], tmp_path / "c", "tokenizer_config.json", chat_template=attack)).chat([])
+        Tokenizer(with_template("c", "{{ messages.append(1) }}")).chat([])
     with pytest.raises(ValueError, match="chat template cannot be read"):
-        Tokenizer(edited(folders["llama3"], tmp_path / "d", "tokenizer_config.json", chat_template="{% if %}"))
+        Tokenizer(with_template("d", "{% if %}"))
 
 
 def test_stop_ids(folders, tmp_path):
+    def with_eos(name, **eos):
+        return edited(folders["qwen"], tmp_path / name, name + ".json", **eos)
+
     tok = Tokenizer(folders["qwen"])
-    assert set(tok.stop_ids) == {tok.added["<|endoftext|>"], tok.added["<|im_end|>"]} and isinstance(tok.stop_ids, tuple)
-    only = Tokenizer(edited(folders["qwen"], tmp_path / "a", "generation_config.json", eos_token_id=7))
+    assert set(tok.stop_ids) == {tok.added["<|endoftext|>"], tok.added["<|im_end|>"]}
+    assert isinstance(tok.stop_ids, tuple)
+    only = Tokenizer(with_eos("generation_config", eos_token_id=7))
     assert set(only.stop_ids) == {7, tok.added["<|endoftext|>"], tok.added["<|im_end|>"]}
     with pytest.raises(ValueError, match="'<eos>' is not in tokenizer.json"):
-        Tokenizer(edited(folders["qwen"], tmp_path / "b", "tokenizer_config.json", eos_token="<eos>"))
+        Tokenizer(with_eos("tokenizer_config", eos_token="<eos>"))
     with pytest.raises(ValueError, match="99999 is not in tokenizer.json"):
-        Tokenizer(edited(folders["qwen"], tmp_path / "c", "config.json", eos_token_id=99999))
+        Tokenizer(with_eos("config", eos_token_id=99999))
 
 
 def pre(**step):
@@ -323,12 +397,13 @@ def pre(**step):
 
 
 def split(pattern, behavior="Isolated", invert=False, use_regex=False):
-    return pre(type="Sequence", pretokenizers=[dict(type="Split", pattern=pattern, behavior=behavior, invert=invert),
-                                               BYTES | {"use_regex": use_regex}])
+    step = dict(type="Split", pattern=pattern, behavior=behavior, invert=invert)
+    return pre(type="Sequence", pretokenizers=[step, BYTES | {"use_regex": use_regex}])
 
 
 BYTES = {"type": "ByteLevel", "add_prefix_space": False, "use_regex": False}
-REFUSED = {
+LOWERCASE = {"type": "Sequence", "normalizers": [{"type": "NFC"}, {"type": "Lowercase"}]}
+REFUSED = {  # what the error says: the change that earns it
     "Unigram": lambda d: d["model"].update(type="Unigram"),
     "byte_fallback": lambda d: d["model"].update(byte_fallback=True),
     "end_of_word_suffix": lambda d: d["model"].update(end_of_word_suffix="</w>"),
@@ -343,7 +418,7 @@ REFUSED = {
     "\"String\"": split({"String": "a"}),
     "add_prefix_space": pre(**BYTES | {"add_prefix_space": True, "use_regex": True}),
     "pre_tokenizer null": lambda d: d.update(pre_tokenizer=None),
-    "Lowercase": lambda d: d.update(normalizer={"type": "Sequence", "normalizers": [{"type": "NFC"}, {"type": "Lowercase"}]}),
+    "Lowercase": lambda d: d.update(normalizer=LOWERCASE),
     "'merges' is missing": lambda d: d["model"].pop("merges"),
     "lstrip": lambda d: d["added_tokens"][0].update(lstrip=True),
     "single_word": lambda d: d["added_tokens"][0].update(single_word=True),
@@ -359,8 +434,11 @@ def test_refuses_by_name(folders, tmp_path, says):
 
 
 def test_refuses_unknown_bytes_with_an_unk_token(folders, tmp_path):
+    def edit(d):
+        d["model"].update(unk_token="<|endoftext|>")
+
     with pytest.raises(ValueError, match="unk_token"):
-        Tokenizer(edited(folders["digits"], tmp_path, edit=lambda d: d["model"].update(unk_token="<|endoftext|>")))
+        Tokenizer(edited(folders["digits"], tmp_path, edit=edit))
 
 
 def test_missing_and_broken_files(folders, tmp_path):
@@ -375,7 +453,8 @@ def test_missing_and_broken_files(folders, tmp_path):
 
 
 def test_command_line(folders):
-    command = [sys.executable, "tokenizer.py", folders["qwen"], "the key", "<|im_end|>"]
+    command = [sys.executable, "-m", "data.tokenizer", folders["qwen"], "the key", "<|im_end|>"]
     out = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     assert out.returncode == 0, out.stderr
-    assert "tokens -> 'the key <|im_end|>'" in out.stdout and "'<|im_end|>'" in out.stdout.splitlines()[0]
+    assert "tokens -> 'the key <|im_end|>'" in out.stdout
+    assert "'<|im_end|>'" in out.stdout.splitlines()[0]

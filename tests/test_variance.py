@@ -1,5 +1,6 @@
 """
-variance.py: gradients and weights against computations by hand, the statistics against known values, the command line.
+experiments/variance.py: gradients and weights against computations by hand, the statistics
+against known values, the command line.
 """
 import json
 import math
@@ -9,11 +10,11 @@ from dataclasses import replace
 import pytest
 import torch
 
+from conftest import SMALL, prompts, toy
 from experiments import variance
 from grpo import replay
 from rollout import generate
 from shadow_attn import shadow_attention
-from test_rollout import SMALL, prompts, toy
 
 R = 10
 
@@ -28,61 +29,92 @@ def sampled(model, evict):
     return r, variance.score(model, r)
 
 
+SIGN = torch.tensor([[1.0, -1.0], [-1.0, -1.0]])
+
+
 def measured(model, r, logp, n, layer=None):
-    """-> {arm: log |g|^2 (B, G)}, {arm: log |mean g|^2}, log W (B, G), signs, for the first n tokens"""
+    """-> {arm: log |g|^2 (B, G)}, {arm: log |mean g|^2}, log W (B, G), for the first n
+    tokens"""
     log_w = (logp["dense"].double() - r.logp_roll.double()).cumsum(-1)[..., n - 1]
-    sign = torch.tensor([[1.0, -1.0], [-1.0, -1.0]])
     part = variance.cut(r, n)
     weights = variance.token_weights(logp["dense"][..., :n], part)
     params = list((model if layer is None else model.layers[layer]).parameters())
-    return *variance.gradients(model, part, weights, log_w, sign, params), log_w, sign
+    sq, mean = variance.gradients(model, part, weights, log_w=log_w, sign=SIGN, params=params)
+    return sq, mean, log_w
 
 
 def dense_log_prob(model, ids):
-    """Log-probs of ids 1.. given those before, from a plain causal forward pass of one sequence, no packing. -> (len(ids) - 1,)"""
+    """Log-probs of ids 1.. given those before, from a plain causal forward pass of one
+    sequence, no packing. -> (len(ids) - 1,)"""
     n = len(ids)
     until = torch.full((model.config.n_kv_head, n), n, dtype=torch.int32)
-    hidden = model(torch.tensor(ids), torch.arange(n), lambda layer, q, k, v: shadow_attention(q, k, v, until))
-    return model.logits(hidden).log_softmax(-1)[:-1].gather(1, torch.tensor(ids)[1:, None])[:, 0]
+
+    def attend(layer, q, k, v):
+        return shadow_attention(q, k, v, until)
+
+    hidden = model(torch.tensor(ids), torch.arange(n), attend)                  # (n, C)
+    logp = model.logits(hidden).log_softmax(-1)[:-1]                            # (n - 1, V)
+    return logp.gather(1, torch.tensor(ids)[1:, None])[:, 0]
+
+
+def log_square(x):
+    return x.double().pow(2).sum().log()
+
+
+def close(x, y, tolerance=1e-3):
+    return math.isclose(x, y, rel_tol=tolerance, abs_tol=tolerance)
+
+
+def weights_by_hand(ratios):
+    """{(b, g): w (n,)} -> {(b, g): {arm: weights}}"""
+    norm = torch.cat([w.clamp(max=1.5) for w in ratios.values()]).mean()  # over the batch
+    out = {}
+    for at, w in ratios.items():
+        kept = (w >= 0.5) & (w <= 1.5) & (w.min() >= 1e-4)
+        out[at] = dict(naive=torch.ones_like(w), tis=w.clamp(max=2),
+                       sparse_rl=w.clamp(max=1.5) / norm * kept,
+                       seq=w.double().prod().float().expand(len(w)))
+    return out
 
 
 @pytest.mark.parametrize("n", [4, R])
 def test_gradients_and_weights_by_hand(model, n):
-    """Every dense arm from separate plain forward passes; weights written out; seq as a product of ratios; |mean g|^2 too."""
+    """Every dense arm from separate plain forward passes; weights written out; seq as a
+    product of ratios; |mean g|^2 too."""
     r, logp = sampled(model, "snapkv")
-    sq, mean, log_w, sign = measured(model, r, logp, n)
+    params = list(model.parameters())
+    sq, mean, log_w = measured(model, r, logp, n)
+    ids = {(b, g): r.prompts[b] + r.tokens[b, g, :n].tolist() for b in range(2) for g in range(2)}
+    ratios = {at: (dense_log_prob(model, ids[at])[-n:].detach() - r.logp_roll[at][:n]).exp()
+              for at in ids}
+    # clips have something to do
+    assert min(w.min() for w in ratios.values()) < 0.5
+    assert max(w.max() for w in ratios.values()) > 1.5
+    by_hand = weights_by_hand(ratios)
     total = dict.fromkeys(("naive", "tis", "sparse_rl", "seq"), 0.0)
-    ratios = {}
-    for b in range(2):
-        for g in range(2):
-            ids = r.prompts[b] + r.tokens[b, g, :n].tolist()
-            ratios[b, g] = (dense_log_prob(model, ids)[-n:].detach() - r.logp_roll[b, g, :n]).exp()
-    assert min(w.min() for w in ratios.values()) < 0.5 and max(w.max() for w in ratios.values()) > 1.5  # clips have something to do
-    norm = torch.cat([w.clamp(max=1.5) for w in ratios.values()]).mean()  # over the batch
-    for (b, g), w in ratios.items():
-        sound = w.min() >= 1e-4
-        by_hand = dict(naive=torch.ones(n), tis=w.clamp(max=2), sparse_rl=w.clamp(max=1.5) / norm * ((w >= 0.5) & (w <= 1.5)) * sound,
-                       seq=w.double().prod().float().expand(n))
-        assert math.isclose(w.double().log().sum(), log_w[b, g], rel_tol=1e-4, abs_tol=1e-4)
-        for arm, weight in by_hand.items():
-            lp = dense_log_prob(model, r.prompts[b] + r.tokens[b, g, :n].tolist())[-n:]
-            grad = torch.cat([x.flatten() for x in torch.autograd.grad((weight * lp).sum(), list(model.parameters()))])
-            total[arm] = total[arm] + sign[b, g] * grad / 4
-            assert math.isclose(grad.double().pow(2).sum().log(), sq[arm][b, g], rel_tol=1e-3, abs_tol=1e-3), arm
+    for at, w in ratios.items():
+        assert close(w.double().log().sum(), log_w[at], tolerance=1e-4)
+        for arm, weight in by_hand[at].items():
+            loss = (weight * dense_log_prob(model, ids[at])[-n:]).sum()
+            grad = torch.cat([x.flatten() for x in torch.autograd.grad(loss, params)])
+            total[arm] = total[arm] + SIGN[at] * grad / 4
+            assert close(log_square(grad), sq[arm][at]), arm
     for arm, g in total.items():
-        assert math.isclose(g.double().pow(2).sum().log(), mean[arm], rel_tol=1e-3, abs_tol=1e-3), arm
-    shadow = replay(model, variance.cut(r, n), ("shadow",))["shadow"]  # the shadow arm from a packed group, one sample at a time
-    for b in range(2):
-        for g in range(2):
-            grad = torch.autograd.grad(shadow[b, g].sum(), list(model.parameters()), retain_graph=True)
-            assert math.isclose(sum(x.double().pow(2).sum() for x in grad).log(), sq["shadow"][b, g], abs_tol=1e-3)
+        assert close(log_square(g), mean[arm]), arm
+    # the shadow arm from a packed group, one sample at a time
+    shadow = replay(model, variance.cut(r, n), ("shadow",))["shadow"]
+    for at in ids:
+        grad = torch.autograd.grad(shadow[at].sum(), params, retain_graph=True)
+        flat = torch.cat([x.flatten() for x in grad])
+        assert math.isclose(log_square(flat), sq["shadow"][at], abs_tol=1e-3)
     assert (sq["shadow"] - sq["naive"]).abs().max() > 0.1  # another gradient than the dense one
 
 
 def test_subset_of_parameters(model):
     r, logp = sampled(model, "snapkv")
-    whole, last, first = (measured(model, r, logp, 4, layer)[0] for layer in (None, -1, 0))
-    assert (last["naive"] < whole["naive"]).all() and (last["naive"] != first["naive"]).all()
+    whole, last, first = (measured(model, r, logp, 4, layer=layer)[0] for layer in (None, -1, 0))
+    assert (last["naive"] < whole["naive"]).all()
+    assert (last["naive"] != first["naive"]).all()
 
 
 def test_a_prefix_scores_as_part_of_the_whole(model):
@@ -94,35 +126,41 @@ def test_a_prefix_scores_as_part_of_the_whole(model):
 
 def test_shadow_weight_is_one_and_dense_is_not(model):
     r, logp = sampled(model, "snapkv")
-    of = lambda p: (logp[p].double() - r.logp_roll.double()).sum(-1)
-    assert of("shadow").abs().max() <= 1e-3 * R
-    assert of("dense").abs().min() > 0.1
-    assert variance.log_var(of("shadow").flatten()) < math.log(1e-6) and variance.log_ess(of("shadow").flatten()).exp() > 0.9999
+    dense, shadow = ((logp[p].double() - r.logp_roll.double()).sum(-1) for p in ("dense", "shadow"))
+    assert shadow.abs().max() <= 1e-3 * R
+    assert dense.abs().min() > 0.1
+    assert variance.log_var(shadow.flatten()) < math.log(1e-6)
+    assert variance.log_ess(shadow.flatten()).exp() > 0.9999
 
 
 def test_without_eviction_all_arms_agree(model):
     r, logp = sampled(model, "none")
-    sq, mean, log_w, _ = measured(model, r, logp, R)
+    sq, mean, log_w = measured(model, r, logp, R)
     assert log_w.abs().max() < 1e-3
     for arm in variance.ARMS:
-        assert torch.allclose(sq[arm], sq["shadow"], atol=1e-2) and abs(mean[arm] - mean["shadow"]) < 1e-2
-    sq, *_ = measured(model, *sampled(model, "snapkv"), R)
-    assert all((sq[arm] - sq["shadow"]).abs().max() > 0.1 for arm in variance.ARMS if arm != "shadow")  # with eviction they differ
+        assert torch.allclose(sq[arm], sq["shadow"], atol=1e-2)
+        assert abs(mean[arm] - mean["shadow"]) < 1e-2
+    sq, _, _ = measured(model, *sampled(model, "snapkv"), R)  # with eviction they differ
+    for arm in variance.ARMS.keys() - {"shadow"}:
+        assert (sq[arm] - sq["shadow"]).abs().max() > 0.1
 
 
 def test_floor_against_all_responses():
-    """Vocabulary 12, 2 tokens: all 144 responses, so E W = 1 and Var W are exact. Samples of pi, scored by mu through mu's log, give
-    the floor; the floor is below the variance, and here, where the tail is light, samples of mu find the variance too."""
+    """Vocabulary 12, 2 tokens: all 144 responses, so E W = 1 and Var W are exact. Samples
+    of pi, scored by mu through mu's log, give the floor; the floor is below the variance,
+    and here, where the tail is light, samples of mu find the variance too."""
     model = toy(vocab_size=12)
     p = [[t % 12 for t in prompts(60)[0]]]
     mu = generate(model, p, 3000, 2, evict="snapkv", seed=1, **SMALL)
     pi = generate(model, p, 3000, 2, evict="none", seed=2, **SMALL)
     pi.kept = mu.kept
-    tokens = torch.cartesian_prod(torch.arange(12), torch.arange(12))[None]  # (1, 144, 2)
-    every = replace(mu, tokens=tokens, lengths=mu.lengths[:, :144], until=mu.until[:, :, :, :144])
-    s = {k: x.double().sum(-1)[0] for k, x in variance.score(model, replace(every, logp_roll=mu.logp_roll[:, :144])).items()}
+    tokens = torch.cartesian_prod(torch.arange(12), torch.arange(12))[None]     # (1, 144, 2)
+    every = replace(mu, tokens=tokens, lengths=mu.lengths[:, :144],
+                    until=mu.until[:, :, :, :144], logp_roll=mu.logp_roll[:, :144])
+    s = {k: x.double().sum(-1)[0] for k, x in variance.score(model, every).items()}
     log_w, p_mu, p_pi = s["dense"] - s["shadow"], s["shadow"].exp(), s["dense"].exp()
-    assert math.isclose(p_mu.sum(), 1, abs_tol=1e-5) and math.isclose((p_mu * log_w.exp()).sum(), 1, abs_tol=1e-5)
+    assert math.isclose(p_mu.sum(), 1, abs_tol=1e-5)
+    assert math.isclose((p_mu * log_w.exp()).sum(), 1, abs_tol=1e-5)
     exact, kl = (p_mu * log_w.exp() ** 2).sum() - 1, (p_pi * log_w).sum()
     assert 0.05 < kl.expm1() < exact
     of_pi, of_mu = (variance.score(model, x) for x in (pi, mu))
@@ -135,9 +173,11 @@ def test_log_statistics():
     x = torch.randn(5, 40, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
     assert torch.allclose(variance.log_var(x), x.exp().var(-1).log())
     assert torch.allclose(variance.log_mean(x), x.exp().mean(-1).log())
-    assert torch.allclose(variance.log_ess(x).exp(), x.exp().sum(-1) ** 2 / x.exp().pow(2).sum(-1) / 40)
+    ess = x.exp().sum(-1) ** 2 / x.exp().pow(2).sum(-1) / 40
+    assert torch.allclose(variance.log_ess(x).exp(), ess)
     far = x - 5000  # exp gives 0 there
-    assert torch.allclose(variance.log_var(far), variance.log_var(x) - 10000) and not far.exp().any()
+    assert torch.allclose(variance.log_var(far), variance.log_var(x) - 10000)
+    assert not far.exp().any()
     assert variance.log_var(torch.zeros(4, dtype=torch.float64)) == -math.inf
 
 
@@ -150,28 +190,35 @@ def test_slope():
 
 
 def test_bootstrap_covers():
-    """Of 200 data sets with prompts that differ, the 95 % interval of a mean holds the truth about as often as it should."""
+    """Of 200 data sets with prompts that differ, the 95 % interval of a mean holds the
+    truth about as often as it should."""
     g, hits = torch.Generator().manual_seed(0), 0
     for _ in range(200):
         x = 3 + torch.randn(40, 1, generator=g) + torch.randn(40, 4, generator=g)
-        _, many = variance.bootstrap(lambda x: x.mean(-1), variance.resample(40, 400), x)
+        _, many = variance.bootstrap(variance.plain_mean, variance.resample(40, 400), x)
         low, high = many.quantile(torch.tensor([0.025, 0.975]))
         hits += low <= 3 <= high
     assert 0.88 * 200 <= hits <= 0.99 * 200
 
 
 def synthetic(lengths, rate, prompts=64, group=16):
-    """log W normal with variance rate * L and mean -rate * L / 2, so that E W = 1 and Var W = exp(rate L) - 1; g: a random walk."""
-    g, step = torch.Generator().manual_seed(0), lambda *s: torch.randn(*s, generator=g, dtype=torch.float64)
-    noise = [step(prompts, group) for _ in lengths]
+    """log W normal with variance rate * L and mean -rate * L / 2, so that E W = 1 and Var W =
+    exp(rate L) - 1; g: a random walk."""
+    rng = torch.Generator().manual_seed(0)
+
+    def normal(*shape):
+        return torch.randn(*shape, generator=rng, dtype=torch.float64)
+
+    noise = [normal(prompts, group) for _ in lengths]
     log_w = [rate ** 0.5 * n ** 0.5 * z - rate * n / 2 for n, z in zip(lengths, noise)]
-    log_g = [(n * step(prompts, group, 50).pow(2).sum(-1)).log() for n in lengths]
+    log_g = [(n * normal(prompts, group, 50).pow(2).sum(-1)).log() for n in lengths]
     log_w_pi = [x + rate * n for n, x in zip(lengths, log_w)]  # the same normal, tilted by W
-    raw = dict(log_w=log_w, log_w_shadow=[0 * z for z in noise], log_w_pi=log_w_pi,
-               log_g_pi=log_g, log_g={a: log_g for a in variance.ARMS},
-               log_mean={a: [-50.0] * len(lengths) for a in variance.ARMS}, mean_weight={a: [1.0] * len(lengths) for a in variance.ARMS})
-    raw["log_g"] = raw["log_g"] | dict(sparse_rl=[torch.full_like(z, -math.inf) for z in noise])  # all dropped
-    return raw
+    arms = dict.fromkeys(variance.ARMS, log_g)
+    arms["sparse_rl"] = [torch.full_like(z, -math.inf) for z in noise]  # all dropped
+    return dict(log_w=log_w, log_w_shadow=[0 * z for z in noise], log_w_pi=log_w_pi,
+                log_g_pi=log_g, log_g=arms,
+                log_mean=dict.fromkeys(variance.ARMS, [-50.0] * len(lengths)),
+                mean_weight=dict.fromkeys(variance.ARMS, [1.0] * len(lengths)))
 
 
 def test_summary_of_known_distributions():
@@ -179,29 +226,36 @@ def test_summary_of_known_distributions():
     s = variance.summarise(synthetic(lengths, rate), lengths, 200)
     w, truth = s["weight"], [math.log(math.expm1(rate * n)) for n in lengths]
     for i, t in enumerate(truth):
-        assert abs(w["log_var"]["value"][i] - t) < 0.4 and w["log_var"]["low"][i] < w["log_var"]["high"][i]
+        assert abs(w["log_var"]["value"][i] - t) < 0.4
+        assert w["log_var"]["low"][i] < w["log_var"]["high"][i]
         assert w["log_var_floor"]["value"][i] < t + 0.05  # a bound from below
         assert abs(w["kl_pi_mu"]["value"][i] - rate * lengths[i] / 2) < 0.1
-    assert w["log_var_shadow"]["value"] == [None] * 5 and w["log_var_shadow"]["slope"] == {}  # variance 0 has no logarithm
+    # variance 0 has no logarithm
+    assert w["log_var_shadow"]["value"] == [None] * 5 and w["log_var_shadow"]["slope"] == {}
     power = s["gradient"]["shadow"]["log_var"]["slope"]["power"]
     assert abs(power["value"] - 1) < 0.05 and power["low"] < 1 < power["high"]
-    assert s["gradient"]["sparse_rl"]["log_var"]["value"] == [None] * 5 and s["gradient"]["sparse_rl"]["alive"] == [0.0] * 5
+    dropped = s["gradient"]["sparse_rl"]
+    assert dropped["log_var"]["value"] == [None] * 5 and dropped["alive"] == [0.0] * 5
 
 
 def test_command_line(tmp_path, capsys):
-    """A small run on the embedded checkpoint, lengths that do not fit, the figure from the numbers alone, refusals in one line."""
+    """A small run on the embedded checkpoint, lengths that do not fit, the figure from the
+    numbers alone, refusals in one line."""
     out = str(tmp_path / "out")
-    args = ["--prompts=2", "--group=2", "--lengths=2,3,4,5000", "--layers=last", "--device=cpu", "--resamples=100", f"--out={out}"]
+    args = ["--prompts=2", "--group=2", "--lengths=2,3,4,5000", "--layers=last", "--device=cpu",
+            "--resamples=100", f"--out={out}"]
     pytest.importorskip("matplotlib")
     variance.main(args)
     printed = capsys.readouterr().out
     assert "left out: 5000 tokens" in printed and "gradient, shadow" in printed
     res = json.load(open(os.path.join(out, "variance.json")))
-    assert res["lengths"] == [2, 3, 4] and all(v < -15 for v in res["weight"]["log_var_shadow"]["value"])
+    assert res["lengths"] == [2, 3, 4]
+    assert all(v < -15 for v in res["weight"]["log_var_shadow"]["value"])
     os.remove(os.path.join(out, "variance.png"))
     variance.main(["--figure", f"--out={out}"])
     assert os.path.getsize(os.path.join(out, "variance.png")) > 10_000
-    for bad, word in (("--lengths=4,x", "lengths"), ("--layers=first", "layers"), ("--figures=1", "figure"), ("--group=1", "group"),
+    for bad, word in (("--lengths=4,x", "lengths"), ("--layers=first", "layers"),
+                      ("--figures=1", "figure"), ("--group=1", "group"),
                       ("--lengths=4000", "fits")):
         with pytest.raises(SystemExit) as e:
             variance.main([*args, bad])
@@ -209,8 +263,9 @@ def test_command_line(tmp_path, capsys):
 
 
 @pytest.mark.parametrize("argv, says", [
-    (["--lengths=1,8"], "lengths must be at least 2"), (["--lengths=a"], "whole numbers"), (["--device=foo"], "device must be auto"),
-    (["--device=cpu:1"], "device must be auto"), (["--response_budget=20"], "without eviction of response keys"),
+    (["--lengths=1,8"], "lengths must be at least 2"), (["--lengths=a"], "whole numbers"),
+    (["--device=foo"], "device must be auto"), (["--device=cpu:1"], "device must be auto"),
+    (["--response_budget=20"], "without eviction of response keys"),
     (["--resamples=5"], "resamples at least 100")])
 def test_refused_in_one_line(argv, says, tmp_path):
     with pytest.raises(SystemExit, match=f"^error: [^\n]*{says}[^\n]*$"):

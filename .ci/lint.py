@@ -1,0 +1,134 @@
+"""
+What the project's style asks for and ruff cannot say.
+
+    python .ci/lint.py      # one line per finding; exit code 1 if there is any
+
+- Imports go one way. Tests never import each other.
+- More than four positional arguments need names. Kernel launches, code inside kernels, shapes and
+  functions that take any number of arguments are aside.
+- No "text" * condition, and no function that returns tuples of varying length.
+- Functions of more than 60 lines stand in LONG with a reason.
+- The README has at most 1,800 words.
+"""
+import ast
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+
+# who is right of whom: a room imports from these and from itself, nothing else of the project
+RIGHT_OF = {"fast": "", "support": "", "model": "fast", "shadow_attn": "fast", "kvcache": "fast",
+            "rollout": "kvcache shadow_attn fast", "grpo": "shadow_attn fast",
+            "data": "model fast", "objectives": "grpo shadow_attn fast",
+            "train": "objectives grpo rollout kvcache shadow_attn data model fast support"}
+ROOMS = {*RIGHT_OF, "experiments"}
+
+# take a shape, or any number of arguments, and are defined elsewhere
+VARIADIC = set("""apply checkpoint dict einsum empty expand join max min new_empty new_ones
+    new_zeros ones permute print product rand randn repeat reshape save_for_backward view zeros
+    zip""".split())
+
+LONG = {}  # file: {function: why it is better whole}
+
+
+def name_of(function):
+    """The last name of what is called or decorates: f in f, a.f and a.f(...)."""
+    if isinstance(function, ast.Call):
+        function = function.func
+    return getattr(function, "attr", getattr(function, "id", ""))
+
+
+def functions(tree):
+    return [n for n in ast.walk(tree) if isinstance(n, (ast.FunctionDef, ast.AsyncFunctionDef))]
+
+
+def own(function):
+    """The nodes of a function that belong to no function inside it."""
+    todo = list(function.body)
+    while todo:
+        node = todo.pop()
+        yield node
+        if not isinstance(node, (ast.FunctionDef, ast.Lambda)):
+            todo += ast.iter_child_nodes(node)
+
+
+def check_imports(path, tree):
+    room = path.relative_to(ROOT).parts[0].removesuffix(".py")
+    allowed = {room, *RIGHT_OF.get(room, " ".join(ROOMS)).split()}
+    for node in ast.walk(tree):
+        names = []
+        if isinstance(node, ast.ImportFrom):
+            names = [node.module or ""]
+        elif isinstance(node, ast.Import):
+            names = [alias.name for alias in node.names]
+        for name in names:
+            top = name.split(".")[0]
+            if top in ROOMS - allowed or top == "tests" or top.startswith("test_"):
+                yield node.lineno, f"{room} must not import {name}"
+
+
+def check_calls(tree, variadic):
+    kernels = [f for f in functions(tree)
+               if any(name_of(d).endswith("jit") for d in f.decorator_list)]
+    inside = {id(node) for kernel in kernels for node in ast.walk(kernel)}
+    for node in ast.walk(tree):
+        if not isinstance(node, ast.Call) or id(node) in inside or name_of(node) in variadic:
+            continue
+        plain = [a for a in node.args if not isinstance(a, ast.Starred)]
+        if len(plain) > 4 and not isinstance(node.func, ast.Subscript):  # kernel[grid](...)
+            yield node.lineno, f"{len(plain)} positional arguments in a call of {name_of(node)}"
+
+
+def check_products(tree):
+    for node in ast.walk(tree):
+        if not isinstance(node, ast.BinOp) or not isinstance(node.op, ast.Mult):
+            continue
+        if is_choice(node.left, node.right) or is_choice(node.right, node.left):
+            yield node.lineno, "text or a list times a condition: write if"
+
+
+def is_choice(what, times):
+    """Is this text or a list, there or not there? "-" * width and [None] * n are repetitions."""
+    if isinstance(times, (ast.Compare, ast.BoolOp)) or name_of(times) == "bool":
+        return isinstance(what, (ast.JoinedStr, ast.List)) or is_text(what)
+    words = isinstance(what, ast.JoinedStr) or (is_text(what) and len(what.value) > 4)
+    return words and isinstance(times, (ast.Name, ast.Attribute))
+
+
+def is_text(node):
+    return isinstance(node, ast.Constant) and isinstance(node.value, str)
+
+
+def check_functions(path, tree):
+    allowed = LONG.get(path.relative_to(ROOT).as_posix(), {})
+    for f in functions(tree):
+        lines = f.end_lineno - f.lineno + 1
+        if lines > 60 and f.name not in allowed:
+            yield f.lineno, f"{f.name} has {lines} lines"
+        tuples = [n.value.elts for n in own(f)
+                  if isinstance(n, ast.Return) and isinstance(n.value, ast.Tuple)]
+        starred = [[x.value for x in t if isinstance(x, ast.Starred)] for t in tuples]
+        lengths = {len(t) for t, stars in zip(tuples, starred) if not stars}
+        if len(lengths) > 1 or any(isinstance(x, ast.IfExp) for stars in starred for x in stars):
+            yield f.lineno, f"{f.name} returns tuples of varying length"
+
+
+def main():
+    paths = [p for p in sorted(ROOT.rglob("*.py"))
+             if not p.relative_to(ROOT).parts[0].startswith((".venv", "out"))]
+    trees = {p: ast.parse(p.read_text(encoding="utf-8")) for p in paths}
+    variadic = VARIADIC | {f.name for t in trees.values() for f in functions(t) if f.args.vararg}
+    found = []
+    for path, tree in trees.items():
+        findings = [*check_imports(path, tree), *check_calls(tree, variadic),
+                    *check_products(tree), *check_functions(path, tree)]
+        found += [f"{path.relative_to(ROOT)}:{line}: {text}" for line, text in sorted(findings)]
+    words = len((ROOT / "README.md").read_text(encoding="utf-8").split())
+    if words > 1800:
+        found.append(f"README.md: {words} words, at most 1,800")
+    print("\n".join(found))
+    return bool(found)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

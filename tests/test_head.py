@@ -1,0 +1,255 @@
+"""fast/head.py: values by hand, chunks against the whole, matmul32 under torch.vmap."""
+import math
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from fast import head
+from fast.head import acceptance_rows, entropy_rows, head_rows, kl_rows, matmul32, score
+
+P3, Q3 = torch.tensor([0.7, 0.2, 0.1]), torch.tensor([0.5, 0.3, 0.2])
+DEVICES = ["cpu"]
+if torch.cuda.is_available():
+    DEVICES.append("cuda")
+
+
+def rel(a, b):
+    return ((a - b).abs().max() / b.abs().max()).item()
+
+
+# matmul32
+
+def test_products_of_bf16_are_not_rounded():
+    torch.manual_seed(0)
+    a, b = torch.randn(7, 64).bfloat16(), torch.randn(64, 9).bfloat16()
+    exact = a.double() @ b.double()
+    assert matmul32(a, b).dtype == torch.float32
+    assert (matmul32(a, b) - exact).abs().max() < 1e-4 < ((a @ b) - exact).abs().max()
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("batch", [(), (2,), (2, 3)], ids=str)
+def test_vmap_is_the_loop(batch, dtype, device):
+    """a (.., 8, 16) @ b (.., 16, 33) for each of 5; on CPU bit for bit"""
+    torch.manual_seed(0)
+    a = torch.randn(5, *batch, 8, 16, device=device).to(dtype)
+    b = torch.randn(5, *batch, 16, 33, device=device).to(dtype)
+
+    def same(got, want):
+        assert got.dtype == torch.float32 and got.shape == want.shape
+        if device == "cpu":
+            return torch.equal(got, want)
+        return rel(got, want) < 1e-6  # far below what rounding to bf16 would leave
+
+    both = torch.stack([matmul32(x, y) for x, y in zip(a, b)])
+    assert same(torch.vmap(matmul32)(a, b), both)
+    last = a.movedim(0, -1).contiguous()
+    assert same(torch.vmap(matmul32, in_dims=(-1, 0), out_dims=1)(last, b), both.movedim(0, 1))
+    only_a = torch.stack([matmul32(x, b[0]) for x in a])
+    assert same(torch.vmap(matmul32, in_dims=(0, None))(a, b[0]), only_a)
+    only_b = torch.stack([matmul32(a[0], y) for y in b])
+    assert same(torch.vmap(matmul32, in_dims=(None, 0))(a[0], b), only_b)
+    # the controls: other pairs of matrices, and a product rounded to the inputs' dtype
+    assert not same(torch.vmap(matmul32)(a, b.flip(0)), both)
+    assert not same(only_a, both) and not same(only_b, both)
+    if dtype == torch.bfloat16:
+        assert not same(torch.vmap(torch.matmul)(a, b).float(), both)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_vmap_in_vmap_and_through_other_operations(device):
+    torch.manual_seed(0)
+    q = torch.randn(3, 4, 2, 8, 16, device=device)  # (prompts, layers, nkv, rows, hs)
+    k = torch.randn(4, 2, 33, 16, device=device)    # (layers, nkv, keys, hs)
+
+    def attention(q, k):
+        return matmul32(q, k.transpose(1, 2)).softmax(-1).sum(1)  # (nkv, keys)
+
+    got = torch.vmap(torch.vmap(attention), in_dims=(0, None))(q, k)
+    want = torch.stack([torch.stack([attention(a, b) for a, b in zip(x, k)]) for x in q])
+    assert rel(got, want) < 1e-6
+    assert rel(got, want.flip(1)) > 0.1  # the control: layers the other way round
+
+
+# what is read off a row of logits
+
+def test_kl_direction_and_reduction():
+    p, q = P3.log()[None], Q3.log()[None]
+    assert kl_rows(p, q).item() == pytest.approx(0.08512, abs=1e-5)
+    assert kl_rows(q, p).item() == pytest.approx(0.09203, abs=1e-5)
+    # control: the mean over the vocabulary
+    assert kl_rows(p, q).item() / 3 == pytest.approx(0.02837, abs=1e-5)
+    # logits, not log-probs; the student is named by its place
+    logits, targets = [q - 3, p + 5], torch.tensor([0])
+    assert score(logits, targets, student=1)["kl"].item() == pytest.approx(0.08512, abs=1e-5)
+    assert score(logits, targets, student=0)["kl"].item() == pytest.approx(0.09203, abs=1e-5)
+
+
+def test_kl_gradient_against_finite_differences():
+    torch.manual_seed(0)
+    s, t = torch.randn(3, 5, dtype=torch.double), torch.randn(3, 5, dtype=torch.double)
+    targets = torch.zeros(3, dtype=torch.int64)
+
+    def kl(s, t):
+        return score([s, t], targets, student=0)["kl"].sum()
+
+    student, teacher = s.clone().requires_grad_(), t.clone().requires_grad_()
+    kl(student, teacher).backward()
+    numeric = torch.zeros_like(s)
+    for i in range(s.numel()):
+        step = torch.zeros(s.numel(), dtype=torch.double)
+        step[i] = 1e-6
+        step = step.view_as(s)
+        numeric.view(-1)[i] = (kl(s + step, t) - kl(s - step, t)) / 2e-6
+    assert rel(student.grad, numeric) < 1e-8
+    assert teacher.grad is None  # it is detached
+    other = s.clone().requires_grad_()
+    kl_rows(t.log_softmax(-1), other.log_softmax(-1)).sum().backward()
+    assert rel(other.grad, numeric) > 0.1  # control: the other direction
+
+
+def test_temperature():
+    logits, targets = [torch.tensor([[2.0, 1.0, 0.0]])], torch.tensor([0])
+    assert score(logits, targets, 0.5)["logp"].item() == pytest.approx(-0.1429, abs=1e-4)
+    assert score(logits, targets, 1.0)["logp"].item() == pytest.approx(-0.4076, abs=1e-4)
+
+
+def test_acceptance_and_entropy():
+    logits = [P3.log()[None], Q3.log()[None]]
+    out = score(logits, torch.tensor([1]), student=0, stats=True)
+    want = dict(logp=[math.log(0.2), math.log(0.3)], kl=[0.08512],
+                entropy=[-(Q3 * Q3.log()).sum().item()], accept=[0.5 + 0.2 + 0.1])
+    assert out.keys() == want.keys()
+    for name, values in want.items():
+        assert out[name].flatten().tolist() == pytest.approx(values, abs=1e-5), name
+    assert entropy_rows(logits[0]).item() != pytest.approx(want["entropy"][0], abs=1e-2)
+    assert acceptance_rows(logits[0], logits[0]).item() == pytest.approx(1)
+
+
+def test_what_is_not_asked_for_is_not_there():
+    weight, hidden, targets, _ = head_case()
+    assert set(head_rows(weight, hidden, targets)) == {"logp"}
+    assert set(head_rows(weight, hidden, targets, student=0)) == {"logp", "kl"}
+    assert set(head_rows(weight, hidden, targets, stats=True)) == {"logp", "entropy", "accept"}
+    assert set(head_rows(weight, hidden[:1], targets, stats=True)) == {"logp", "entropy"}
+
+
+# the head in chunks
+
+def head_case(n=203, V=97, C=12, dtype=torch.double):
+    """weight, hidden of two policies, targets, coefficients (3, n) of two log-probs and the KL"""
+    torch.manual_seed(0)
+    shapes = (V, C), (n, C), (n, C)
+    weight, dense, shadow = (torch.randn(*s, dtype=dtype).requires_grad_() for s in shapes)
+    return weight, [dense, shadow], torch.randint(V, (n,)), torch.randn(3, n, dtype=dtype)
+
+
+def weighted(out, coefs):
+    return (coefs[:2] * out["logp"]).sum() + (coefs[2] * out["kl"]).sum()
+
+
+def in_chunks(weight, hidden, targets, coefs):
+    """head_rows, and gradients of a weighted sum wrt weight and both hidden"""
+    out = head_rows(weight, hidden, targets, 0.7, student=1)
+    return out, torch.autograd.grad(weighted(out, coefs), [weight, *hidden])
+
+
+def test_chunks_change_nothing(monkeypatch):
+    weight, hidden, targets, coefs = head_case()
+    want = score([h @ weight.t() for h in hidden], targets, 0.7, student=1)
+    grads = torch.autograd.grad(weighted(want, coefs), [weight, *hidden])
+    for rows in (1, 7, 203, 1000):
+        monkeypatch.setattr(head, "LOGIT_BYTES", rows * 2 * 97 * 8)
+        assert len(head.chunks(weight, hidden)) == -(-203 // rows)
+        got, got_grads = in_chunks(weight, hidden, targets, coefs)
+        assert got.keys() == want.keys()
+        assert all(rel(got[name], want[name]) < 1e-14 for name in want)
+        assert all(rel(a, b) < 1e-12 for a, b in zip(got_grads, grads))
+    # control: the backward pass forgets one row
+    monkeypatch.setattr(head, "LOGIT_BYTES", 2 * 97 * 8)
+    out = head_rows(weight, hidden, targets, 0.7, student=1)
+    some = head.chunks(weight, hidden)[:-1]
+    monkeypatch.setattr(head, "chunks", lambda weight, hidden: some)
+    assert rel(torch.autograd.grad(weighted(out, coefs), weight)[0], grads[0]) > 1e-4
+
+
+def test_log_probs_alone(monkeypatch):
+    """without a student, and of one policy"""
+    weight, hidden, targets, coefs = head_case()
+    monkeypatch.setattr(head, "LOGIT_BYTES", 7 * 97 * 8)
+    for some in (hidden, hidden[:1]):
+        want = score([h @ weight.t() for h in some], targets, 0.7)["logp"]
+        got = head_rows(weight, some, targets, 0.7)["logp"]
+        assert got.shape == (len(some), 203) and rel(got, want) < 1e-14
+        c = coefs[:len(some)]
+        grads = torch.autograd.grad((c * want).sum(), [weight, *some])
+        got_grads = torch.autograd.grad((c * got).sum(), [weight, *some])
+        assert all(rel(a, b) < 1e-12 for a, b in zip(got_grads, grads))
+    # control: the second policy counts
+    assert rel(grads[0], in_chunks(weight, hidden, targets, coefs)[1][0]) > 1e-2
+
+
+def test_statistics_have_no_gradient(monkeypatch):
+    """they ride along in the forward pass only, and gradients are those without them"""
+    weight, hidden, targets, coefs = head_case()
+    monkeypatch.setattr(head, "LOGIT_BYTES", 7 * 2 * 97 * 8)
+    out = head_rows(weight, hidden, targets, 0.7, student=1, stats=True)
+    assert all(out[name].shape == (203,) for name in ("kl", "entropy", "accept"))
+    assert out["logp"].requires_grad and out["kl"].requires_grad
+    assert not out["entropy"].requires_grad and not out["accept"].requires_grad
+    total = weighted(out, coefs) + out["entropy"].sum() + out["accept"].sum()
+    got = torch.autograd.grad(total, [weight, *hidden])
+    grads = in_chunks(weight, hidden, targets, coefs)[1]
+    assert all(torch.equal(a, b) for a, b in zip(got, grads))
+    # control: with gradients they would differ
+    whole = score([h @ weight.t() for h in hidden], targets, 0.7, student=1, stats=True)
+    assert rel(out["entropy"], whole["entropy"].detach()) < 1e-14
+    assert rel(out["accept"], whole["accept"].detach()) < 1e-14
+    total = weighted(whole, coefs) + whole["entropy"].sum() + whole["accept"].sum()
+    assert rel(torch.autograd.grad(total, weight)[0], grads[0]) > 1e-4
+
+
+class Largest(TorchDispatchMode):
+    """elements of the largest tensor that any operation returns, forward and backward"""
+    numel = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        for x in out if isinstance(out, (tuple, list)) else [out]:
+            if isinstance(x, torch.Tensor):
+                self.numel = max(self.numel, x.numel())
+        return out
+
+
+def test_rows_times_vocabulary_never_exists(monkeypatch):
+    weight, hidden, targets, coefs = head_case(n=600, V=503, C=8, dtype=torch.float32)
+    largest = {}
+    for budget in (16 * 2 * 503 * 4, 2**40):
+        monkeypatch.setattr(head, "LOGIT_BYTES", budget)
+        with Largest() as seen:
+            in_chunks(weight, hidden, targets, coefs)
+            head_rows(weight, hidden, targets, student=0, stats=True)
+        largest[budget] = seen.numel
+    assert list(largest.values()) == [16 * 503, 600 * 503]  # control: with no budget the big one is
+
+
+def test_head_gradient_is_summed_in_fp32(monkeypatch):
+    """bf16 weights, one row a chunk, 2048 equal contributions: a bf16 sum stops growing at 256"""
+    V, C, n = 5, 4, 2048
+    torch.manual_seed(0)
+    weight = torch.randn(V, C).bfloat16().requires_grad_()
+    hidden = torch.randn(1, C).bfloat16().expand(n, C).contiguous().requires_grad_()
+    monkeypatch.setattr(head, "LOGIT_BYTES", 1)
+    logp = head_rows(weight, [hidden], torch.zeros(n, dtype=torch.int64))["logp"]
+    assert logp.dtype == torch.float32
+    got, got_hidden = torch.autograd.grad(logp.sum(), [weight, hidden])
+    row = (hidden[:1].float() @ weight.float().t()).log_softmax(-1)[0, 0]
+    one = torch.autograd.grad(row, weight)[0].double()
+    assert got.dtype == got_hidden.dtype == torch.bfloat16
+    assert rel(got.double(), n * one) < 2**-6
+    total = torch.zeros_like(weight)
+    for _ in range(n):
+        total += one.bfloat16()
+    assert rel(total.double(), n * one) > 0.5  # control

@@ -1,0 +1,279 @@
+"""README.md and docs/ say what is true: worked example, blocks to copy, commands, numbers."""
+import importlib.util
+import json
+import os
+import re
+import statistics
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+import grpo
+import kvcache
+import train
+from data import tasks
+from data.tokenizer import Tokenizer
+from model import Transformer
+from rollout import Rollout, generate
+
+ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
+PAGES = ["README.md", "docs/results.md", "docs/speed.md", "docs/reproduce.md"]
+
+
+def read(name):
+    with open(os.path.join(ROOT, name), encoding="utf-8") as f:
+        return f.read()
+
+
+def blocks(text, language=""):
+    """The fenced blocks of a page in one language."""
+    return re.findall(rf"^```{language}\n(.*?)^```", text, re.S | re.M)
+
+
+def section(text, title):
+    return text.split(f"\n## {title}\n")[1].split("\n## ")[0]
+
+
+# the worked example
+
+def toy(kept=(0, 2, 3)):
+    """The rollout of the README: prompt p0 to p3, samples a0 a1 and b0 b1, one layer, one head."""
+    return Rollout(
+        prompts=[[0, 1, 2, 3]],
+        tokens=torch.tensor([[[10, 11], [20, 21]]]),
+        lengths=torch.tensor([[2, 2]]),
+        logp_roll=torch.zeros(1, 2, 2),
+        temperature=1.0,
+        kept=[torch.tensor([[kept]])],
+        until=torch.full((1, 1, 1, 2, 2), 2, dtype=torch.int32),
+        stopped=torch.ones(1, 2, dtype=torch.bool),
+    )
+
+
+NAMES = {0: "p0", 1: "p1", 2: "p2", 3: "p3", 10: "a0", 11: "a1", 20: "b0", 21: "b1"}
+
+
+def as_written(packed, rollout):
+    """The lines of the README's table for a packed rollout."""
+    until = packed.until[0, 0].tolist()
+    predicts = [{} for _ in until]  # of each row: policy -> tokens
+    for policy, rows in packed.rows.items():
+        for token, row in zip(rollout.tokens.flatten().tolist(), rows.flatten().tolist()):
+            predicts[row].setdefault(policy, []).append(NAMES[token])
+    lines = []
+    for i, (token, pos) in enumerate(zip(packed.ids.tolist(), packed.pos.tolist())):
+        sees = "".join(str(int(j <= i < until[j])) for j in range(len(until)))
+        what = "-"
+        if len(predicts[i]) == 2:
+            assert predicts[i]["dense"] == predicts[i]["shadow"]
+            what = " and ".join(predicts[i]["dense"]) + ", dense and shadow"
+        elif predicts[i]:
+            (policy, tokens), = predicts[i].items()
+            what = f"{' and '.join(tokens)}, {policy}"
+        lines.append([str(i), NAMES[token], str(pos), str(until[i]), sees, what])
+    return lines
+
+
+@pytest.mark.parametrize("pack", [grpo.pack, grpo.pack_by_hand])
+def test_the_worked_example_is_what_pack_makes(pack):
+    (block,) = [b for b in blocks(read("README.md")) if b.startswith("row  token")]
+    written = [line.split(maxsplit=5) for line in block.splitlines()[1:]]
+    rollout = toy()
+    assert as_written(pack(rollout), rollout) == written
+    other = toy(kept=(0, 1, 2, 3))  # control: had p1 stayed, the table would be another
+    assert as_written(pack(other), other) != written
+
+
+# "Change it": the blocks run where the README says they belong
+
+@pytest.fixture
+def example():
+    """-> run(which block, module): executes it in a copy of the module's names and returns them"""
+    def run(index, module):
+        code = blocks(section(read("README.md"), "Change it"), "python")[index]
+        names = dict(vars(module))
+        exec(code, names)
+        return names
+    yield run
+    kvcache.EVICT.pop("tova", None)
+    tasks.TASKS.pop("larger", None)
+    train.OBJECTIVES.pop("reinforce", None)
+
+
+def test_your_eviction_method(example):
+    tova = example(0, kvcache)["tova"]
+    g = torch.Generator().manual_seed(0)
+    q = torch.randn(3, 4, 8, generator=g)                        # (W, nh, hs)
+    k = torch.randn(9, 2, 8, generator=g)                        # (n, nkv, hs)
+
+    def by_hand(row):
+        heads = [(k[:, h // 2] @ q[row, h] / 8 ** 0.5).softmax(0) for h in range(4)]
+        return sum(heads) / 4                                    # (n,)
+
+    score = tova(q, k, kvcache.Eviction("tova", budget=6, window=3, sinks=1))
+    assert score.shape == (2, 9)
+    assert (score - by_hand(-1)).abs().max() < 1e-6
+    assert (score - by_hand(0)).abs().max() > 1e-2  # control: it is the last query that counts
+
+    folder = os.path.join(ROOT, "data", "tiny")
+    net, tok = Transformer.from_pretrained(folder), Tokenizer(folder)
+    encode = tasks.prompt_encoder(tok)
+    prompts = []
+    for i in range(2):
+        p = tasks.problem("kv", "eval", seed=0, index=i, tokens=80, encode=encode)
+        prompts.append(encode(p.text))
+    eviction = kvcache.Eviction("tova", budget=24, window=8, sinks=2, response_budget=9, period=4)
+    rollout = generate(net, prompts, 2, 24, eviction=eviction)
+    assert rollout.kept[0].shape == (4, 2, 24)
+    assert (rollout.kept[0][:, 0] == rollout.kept[0][:, 1]).all()  # all heads voted together
+    assert (rollout.until < 24).any()  # response keys died too
+    out = grpo.replay(net, rollout)
+    assert (out["shadow"] - rollout.logp_roll).abs().max() < 1e-4
+    assert (out["dense"] - rollout.logp_roll).abs().max() > 1e-2
+
+
+def test_your_task_and_reward(example):
+    example(1, tasks)
+    words = str.split
+    for i in range(20):
+        p = tasks.problem("larger", "train", seed=0, index=i, tokens=100, encode=words)
+        prices = [int(x) for x in re.findall(r"costs (\d+) coins", p.text)]
+        assert len(prices) == 2 and p.answer == str(max(prices)) and len(words(p.text)) > 80
+        assert tasks.reward(p, f" {p.answer} coins") == 1.0
+        assert tasks.reward(p, f"it is {p.answer}") == 0.0
+        assert tasks.reward(p, str(min(prices))) == 0.0
+
+
+def test_a_file_of_problems(tmp_path):
+    """As the README describes it: no code at all."""
+    path = tmp_path / "mine.jsonl"
+    lines = [json.dumps({"prompt": f"Say {i}.", "answer": str(i)}) for i in range(20)]
+    path.write_text("\n".join(lines))
+    problems = tasks.read_problems(str(path))
+    assert len(problems) == 20
+    assert tasks.reward(problems[7], "I say 7") == 1.0
+    assert tasks.reward(problems[7], "I say 8") == 0.0
+
+
+def test_your_objective(example, tmp_path, monkeypatch, capsys):
+    names = example(2, train)
+    assert names["Reinforce"].value is None
+    mine = names["Reinforce"](None, SimpleNamespace(learner="shadow"), None)
+    rollout = toy()
+    rewards = torch.tensor([[1.0, 0.0]])
+    kept, batch, log = mine.prepare(rollout, rewards, score=None)
+    assert kept is rollout and log == {}
+    logp = torch.tensor([[[-1.0, -2.0], [-3.0, -5.0]]], requires_grad=True)
+    loss, numbers = mine.loss({"shadow": logp}, rollout, batch, old=None, whole=rollout)
+    # advantages 0.5 and -0.5, each token a quarter: -(0.5 * (-1 - 2) - 0.5 * (-3 - 5)) / 4
+    assert abs(loss.item() - -0.625) < 1e-6 and numbers == {}
+    loss.backward()
+    assert torch.allclose(logp.grad, torch.tensor([[[-0.125, -0.125], [0.125, 0.125]]]))
+
+    monkeypatch.setitem(train.CHOICES, "objective", list(train.OBJECTIVES))
+    out = str(tmp_path / "out")
+    small = ["--steps=1", "--prompts=2", "--eval_problems=2", "--device=cpu"]
+    train.main(["--objective=reinforce", *small, f"--out_dir={out}"])
+    with open(os.path.join(out, "log.jsonl")) as f:
+        steps = [json.loads(line) for line in f if "grad_norm" in line]
+    assert len(steps) == 1 and steps[0]["grad_norm"] > 0 and steps[0]["gap"] < 1e-5
+
+
+# size, links, commands, numbers
+
+def test_the_readme_is_short():
+    assert len(read("README.md").split()) <= 1800
+    assert "](docs/mask.png)" in read("README.md")
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_links_lead_somewhere(page):
+    for link in re.findall(r"\]\(([^)\s]+)\)", read(page)):
+        if link.startswith("https://"):
+            continue
+        path, _, anchor = link.partition("#")
+        target = os.path.normpath(os.path.join(os.path.dirname(page), path)) if path else page
+        assert os.path.exists(os.path.join(ROOT, target)), link
+        if anchor:
+            titles = [title.lower() for title in re.findall(r"^#+ (.*)$", read(target), re.M)]
+            anchors = [re.sub(r"[^\w -]", "", title).replace(" ", "-") for title in titles]
+            assert anchor in anchors, link
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_files_that_are_named_exist(page):
+    folders = "results|docs|data|config|tests|fast|support|experiments|objectives"
+    for path in re.findall(rf"`((?:{folders})/[^`*{{]*)`", read(page)):
+        assert os.path.exists(os.path.join(ROOT, path)), path
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_commands_and_options_exist(page):
+    text = read(page)
+    for module in re.findall(r"python -m ([\w.]+)", text):
+        assert importlib.util.find_spec(module), module
+    for file in re.findall(r"python (\w+\.py)", text.replace("level: `python ablate.py`", "")):
+        assert os.path.exists(os.path.join(ROOT, file)), file
+    own = {"seeds", "jobs", "threads", "out", "keep", "table", "lengths", "layers", "quick",
+           "prompt", "key"}
+    for key in re.findall(r"--(\w+)", text):
+        assert key in train.DEFAULTS or key in own, key
+    for name in re.findall(r"config/(\w+)\.py", text):
+        assert os.path.exists(os.path.join(ROOT, "config", name + ".py")), name
+    for group in re.findall(r"config/\{([\w,]+)\}\.py", text):
+        for name in group.split(","):
+            assert os.path.exists(os.path.join(ROOT, "config", name + ".py")), name
+
+
+def test_line_counts_are_about_right():
+    rows = re.findall(r"^\| `(\w+\.py)` \| .* \| (\d+) \|$", read("README.md"), re.M)
+    assert [name for name, _ in rows] == [
+        "grpo.py", "kvcache.py", "rollout.py", "train.py", "model.py", "shadow_attn.py"]
+    for name, lines in rows:
+        assert abs(len(read(name).splitlines()) - int(lines)) <= 0.1 * int(lines), name
+
+
+def log(name):
+    with open(os.path.join(ROOT, name)) as f:
+        return [json.loads(line) for line in f]
+
+
+def test_the_output_one_should_see_is_the_logs():
+    lines = log("results/embedded/default-2-threads.jsonl")
+    evals = [x for x in lines if "eval_dense" in x]
+    first, last = evals[0], evals[-1]
+    text = read("README.md")
+    compressed = f"{first['eval_compressed']:.3f} -> {last['eval_compressed']:.3f}"
+    dense = f"{first['eval_dense']:.3f} -> {last['eval_dense']:.3f}"
+    assert f"reward with the compressed cache: {compressed} (dense cache {dense})" in text
+    assert f"{lines[-2]['kv_kept']:,} bytes kept, {lines[-2]['kv_dense']:,} dense" in text
+
+
+def cells(line):
+    return [cell.strip() for cell in line.strip().strip("|").split("|")]
+
+
+@pytest.mark.parametrize("page, arms", [
+    ("README.md", "dense naive shadow smd"),
+    ("docs/results.md", "dense naive tis mis sparse_rl shadow smd smd_shadow"),
+])
+def test_the_table_of_arms_is_that_of_the_logs(page, arms):
+    table = [cells(line) for line in read("results/arms/table.md").splitlines()]
+    measured = {row[0]: row for row in table}
+    for arm in arms.split():
+        (row,) = [cells(line) for line in read(page).splitlines() if line.startswith(f"| {arm}: ")]
+        compressed, dense = measured[arm][2], measured[arm][3]
+        assert compressed.startswith(row[1]) and dense.startswith(row[2]), arm
+        last_gap = measured[arm][5].split(", ")[-1]
+        assert float(row[3].split(", ")[-1]) == float(last_gap), arm
+
+
+def test_the_leak_is_that_of_the_logs():
+    rows = [cells(x) for x in read("docs/results.md").splitlines() if x.startswith("| `default-")]
+    assert len(rows) == 5
+    for name, tokens, reward in rows:
+        lines = log("results/embedded/" + name.strip("`"))
+        mean = [x["tokens"] / 128 for x in lines if "tokens" in x]
+        assert tokens == f"{statistics.fmean(mean[:10]):.2f}, {statistics.fmean(mean[-10:]):.2f}"
+        assert reward == f"{[x for x in lines if 'eval_dense' in x][-1]['eval_compressed']:.3f}"
