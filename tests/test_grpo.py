@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import grpo
-from conftest import SMALL, gap, logged, prompts, ragged, rel, separate, toy
+from conftest import SMALL, STOP, gap, logged, prompts, ragged, rel, separate, toy
 from fast import head
 from fast.head import kl_rows
 from grpo import (
@@ -19,7 +19,7 @@ from grpo import (
     replay,
     token_scale,
 )
-from kvcache import Eviction
+from kvcache import SPREAD, Eviction
 from rollout import generate
 
 NAN = math.nan
@@ -259,12 +259,14 @@ def test_reference_kl():
 
 @pytest.mark.parametrize("policies", [("dense", "shadow"), ("dense",), ("shadow",)])
 def test_pack_is_its_definition(model, policies):
-    """In tensors as in plain loops, for layers that keep equally many keys and for those that do
-    not."""
-    e = Eviction(**SMALL, spread="pyramid", response_budget=10, period=5)
-    pyramid = generate(model, prompts(61, 20), 2, 24, eviction=e, stop_ids=(3, 7, 9))
-    assert isinstance(pyramid.kept[0], list) and pyramid.until.min() == 15
-    for r in (logged(), pyramid):
+    """In tensors as in plain loops, also where layers or KV heads keep different numbers."""
+    rollouts = [logged()]
+    for spread in SPREAD:
+        e = Eviction(**SMALL, spread=spread, response_budget=10, period=5)
+        rollouts.append(generate(model, prompts(61, 20), 2, 24, eviction=e, stop_ids=STOP))
+        assert rollouts[-1].until.min() == 15
+    assert {type(r.kept[0]) for r in rollouts} == {torch.Tensor, list}
+    for r in rollouts:
         got, want = pack(r, policies), pack_by_hand(r, policies)
         assert torch.equal(got.ids, want.ids) and torch.equal(got.pos, want.pos)
         assert got.until.dtype == torch.int32 and torch.equal(got.until, want.until)
@@ -318,7 +320,7 @@ def test_pack_refuses(model):
                        ("lengths must be 1 to 4, got 5", replace(r, lengths=r.lengths + 1)),
                        ("lengths must be 1 to 4, got 0", replace(r, lengths=r.lengths - 4)),
                        ("the prompt has 40 tokens", replace(r, kept=[r.kept[0] + 1])),
-                       ("the log has 2 layers, the model 3", replace(r, kept=[[*r.kept[0][:2]]]))):
+                       ("not given for 3 layers and 2 KV heads", replace(r, kept=[[*r.kept[0][:2]]]))):
         with pytest.raises(ValueError, match=say):
             pack(wrong)
     for policies in ((), ("sparse",), ("dense", "dense")):

@@ -12,7 +12,18 @@ import torch.nn.functional as F
 
 import kvcache
 from conftest import RAW, SMALL, gap, prompts
-from kvcache import EVICT, SPREAD, Eviction, KVCache, h2o, keep, rkv, similarity, snapkv
+from kvcache import (
+    EVICT,
+    SPREAD,
+    Eviction,
+    KVCache,
+    adaptive,
+    h2o,
+    keep,
+    rkv,
+    similarity,
+    snapkv,
+)
 from model import Config
 from rollout import generate
 
@@ -205,7 +216,7 @@ def throws_torch_dice(q, k, e, elsewhere=None):
 
 
 def compares_with_all(q, k, e, elsewhere=None):
-    """Harmless: it is handed one prompt, and cannot average over others."""
+    """Harmless: it is handed one prompt, and cannot average over others (but see below)."""
     x = votes(q, k, e, elsewhere)
     return x - x.mean(0) / 2
 
@@ -241,17 +252,20 @@ def test_mistakes_that_the_cache_makes_harmless(model, harmless, monkeypatch):
     assert r.until.min() < 20 and gap(model, r) <= 1e-4
 
 
-def test_prompts_handed_over_as_heads_would_see_each_other():
-    """The control of `compares_with_all`: two prompts in one call, to save time."""
-    q, k = prompts_qk(2)
-    q = q[:, -W:]
-    heads_q, heads_k = (x.movedim(0, 1).flatten(1, 2) for x in (q, k))
-
-    def first_prompt_changes(scorer):
-        return change(scorer(heads_q, heads_k, None)[:NKV], scorer(q[0], k[0], None))
-
-    assert first_prompt_changes(compares_with_all) > 0.05
-    assert first_prompt_changes(votes) < 1e-5
+def test_prompts_that_pass_as_heads(monkeypatch):
+    """Methods that score each KV head by itself get all prompts at once, as further heads. One that
+    compares its heads would see the others' there, and is found."""
+    q, k = prompts_qk()
+    with monkeypatch.context() as one_by_one:
+        one_by_one.setattr(kvcache, "ALONE", set())
+        want = {name: score(name, q, k) for name in ("snapkv", "rkv", "h2o")}
+    for name in want:
+        assert change(score(name, q, k), want[name]) < 1e-5
+    monkeypatch.setattr(kvcache, "ALONE", {"alone"})
+    monkeypatch.setitem(EVICT, "alone", votes)
+    assert violated("alone") == set()
+    monkeypatch.setitem(EVICT, "alone", compares_with_all)
+    assert "alone_as_in_a_batch" in violated("alone")
 
 
 @pytest.mark.parametrize("broken, say", [
@@ -390,6 +404,12 @@ def test_scoring_in_slices_is_the_same(monkeypatch):
 
 # what is kept
 
+def test_keep_different_numbers():
+    """What follows the kept positions is n, which is no position."""
+    score, count = torch.tensor([[1.0, 4, 3, 2, 0]] * 3), torch.tensor([4, 3, 2])
+    assert keep(score, 4, 1, 1, count=count).tolist() == [[0, 1, 2, 4], [0, 1, 4, 5], [0, 4, 5, 5]]
+
+
 def test_keep():
     """Sinks and window whatever their scores, then the best; of equals the earlier."""
     nan, inf = torch.nan, torch.inf
@@ -412,7 +432,7 @@ def test_kept_per_prompt(model, method, n):
 
 
 def test_settings_check_themselves():
-    for say, wrong in (("unknown spread 'flat': choose from uniform, pyramid", dict(spread="flat")),
+    for say, wrong in (("unknown spread 'flat': choose from uniform", dict(spread="flat")),
                        ("unknown eviction method 'h2o2'", dict(method="h2o2")),
                        ("budget 36 must be above", dict(budget=36)),
                        ("window 0 must be at least 1", dict(window=0)),
@@ -459,6 +479,44 @@ def test_pyramid_in_the_cache(model, method, response):
     assert uniform.kept[0].shape == (3, 2, 24) and r.kv["kept"] == uniform.kv["kept"]
     short = generate(model, prompts(20), 2, 21, eviction=e)     # here the layers do not add up
     assert short.kv["kept"] == per_key * (20 + 20 + 11 + own // 3)
+
+
+def test_adaptive_by_hand():
+    """Eight keys per head, five of them free: the best ten candidates of both heads together, but
+    at least one and at most ten of each head."""
+    e = Eviction(budget=8, window=2, sinks=1, spread="adaptive")
+    high, low = torch.arange(100.0, 120), torch.arange(20.0)
+    assert adaptive(torch.stack((high, low)), e).tolist() == [3 + 9, 3 + 1]
+    mixed = torch.stack((2 * low, 2 * low + 1))  # candidates 1 .. 17: 35, 34, 33 ...
+    assert adaptive(mixed, e).tolist() == [8, 8]
+    mixed[0, 10:] += 4  # three more in front
+    assert adaptive(mixed, e).tolist() == [9, 7]
+    # sinks and window stay anyway, and do not compete
+    mixed[1, 0] = mixed[1, 18:] = 1e9
+    assert adaptive(mixed, e).tolist() == [9, 7]
+    # with 15 free no head gets more than its 17 candidates
+    wide = replace(e, budget=18)
+    assert adaptive(torch.stack((high, low)), wide).tolist() == [3 + 17, 3 + 13]
+    three = torch.stack((torch.stack((high, low)), torch.stack((low, high)), mixed))
+    assert adaptive(three, e).tolist() == [[12, 4], [4, 12], [9, 7]]  # layers or prompts in front
+
+
+def test_adaptive_in_the_cache(model, method):
+    """The KV heads of a layer together keep what they do uniformly; of each the best stay. Room is
+    made for the most that a head may keep."""
+    e = Eviction(method, **SMALL, spread="adaptive")
+    r = generate(model, prompts(61, 40, 20), 2, 9, eviction=e)
+    for kept, n in zip(r.kept, (61, 40, 20)):
+        for heads in kept:
+            counts = [len(positions) for positions in heads]
+            assert sum(counts) == 2 * min(24, n) and min(counts) >= min(10 + 14 // 5, n)
+            for positions in heads:
+                found = positions.tolist()
+                assert found == sorted(set(found)) and {0, 1, *range(n - 8, n)} <= set(found)
+    assert r.kv["kept"] == 2 * 2 * 16 * 4 * 3 * (3 * (24 + 14) + 6 * 8)
+    # controls: heads that score alike keep equally many, others do not
+    differ = any(len(heads[0]) != len(heads[1]) for kept in r.kept for heads in kept)
+    assert differ == (method not in ("recent", "tova"))
 
 
 # response keys

@@ -12,22 +12,23 @@ import torch
 
 from conftest import SMALL, STOP, gap, learner, logged, prompts, rel, separate, some_rewards, toy
 from grpo import pack, pack_by_hand, replay
-from kvcache import Eviction
+from kvcache import SPREAD, Eviction
 from rollout import generate
 from train import update
 
-RESPONSE = dict(response_budget=10, period=5)  # keys of the response die too, from step 15 on
-EVICTIONS = {"prompt": {}, "response": RESPONSE,
-             "pyramid": dict(spread="pyramid"), "both": dict(spread="pyramid", **RESPONSE)}
+# only keys of the prompt die, or from step 15 on keys of the response too
+EVICTED = {"prompt": {}, "response": dict(response_budget=10, period=5)}
 
 
-@pytest.mark.parametrize("which", EVICTIONS)
-def test_learner_scores_what_the_sampler_sampled(model, method, which):
+@pytest.mark.parametrize("spread", SPREAD)
+@pytest.mark.parametrize("evicted", EVICTED)
+def test_learner_scores_what_the_sampler_sampled(model, method, spread, evicted):
     """Ragged prompts, one of them below the budget; several samples; some stop early."""
+    e = Eviction(method, spread=spread, **SMALL, **EVICTED[evicted])
     r = generate(model, prompts(61, 40, 20), group=4, max_new_tokens=24, temperature=0.8,
-                 eviction=Eviction(method, **SMALL, **EVICTIONS[which]), stop_ids=STOP, seed=1)
+                 eviction=e, stop_ids=STOP, seed=1)
     assert r.lengths.min() < 15 < r.lengths.max() == 24
-    assert (r.until.min() < 24) == ("response_budget" in EVICTIONS[which])
+    assert (r.until.min() < 24) == (evicted == "response")
     assert gap(model, r) <= 1e-4
     for mistake, wrong in wrong_logs(r):
         assert gap(model, wrong) > 1e-3, mistake
@@ -37,10 +38,11 @@ def wrong_logs(r):
     """The rollout with one mistake at a time in its log."""
     everything = [torch.arange(len(p)).expand(3, 2, -1) for p in r.prompts]
     yield "all prompt keys are there", replace(r, kept=everything)
-    shifted = [[(k + 1) % len(p) for k in kept] for kept, p in zip(r.kept, r.prompts)]
+    shifted = [[[(k + 1) % len(p) for k in heads] for heads in layers]
+               for layers, p in zip(r.kept, r.prompts)]
     yield "the neighbours of the kept prompt keys are there", replace(r, kept=shifted)
-    first = [k.clone() for k in r.kept[0]]
-    first[0][0, -1] = min(set(range(61)) - set(first[0][0].tolist()))
+    first = [[k.clone() for k in heads] for heads in r.kept[0]]
+    first[0][0][-1] = min(set(range(61)) - set(first[0][0].tolist()))
     yield "one prompt key of one KV head is another", replace(r, kept=[first, *r.kept[1:]])
     dead = r.until < 24
     if dead.any():

@@ -199,7 +199,7 @@ def test_damaged_checkpoint(finished, tmp_path, damage):
 
 # the pieces
 
-def test_write_whole(tmp_path):
+def test_write_whole(tmp_path, monkeypatch):
     """A file is replaced at once, or not at all."""
     path = str(tmp_path / "file")
 
@@ -207,7 +207,7 @@ def test_write_whole(tmp_path):
         with open(tmp, "w") as f:
             f.write("new")
 
-    def fail(tmp):
+    def fail(tmp, target=None):
         write(tmp)
         raise OSError("no space left\non device")
 
@@ -215,6 +215,11 @@ def test_write_whole(tmp_path):
         f.write("old")
     with pytest.raises(OSError, match="could not write .*file: no space left on device; what was"):
         write_whole(path, fail)
+    assert open(path).read() == "old" and os.listdir(tmp_path) == ["file"]
+    with monkeypatch.context() as broken:  # what was there must not go before it is replaced
+        broken.setattr(os, "replace", fail)
+        with pytest.raises(OSError, match="could not write"):
+            write_whole(path, write)
     assert open(path).read() == "old" and os.listdir(tmp_path) == ["file"]
     write_whole(path, write)
     assert open(path).read() == "new" and os.listdir(tmp_path) == ["file"]
@@ -229,7 +234,8 @@ def test_metrics():
     m.collect(mask, gap=torch.tensor([[1.0, 99], [2, 3]]))
     m.collect(mask[:1], gap=torch.tensor([[4.0, 99]]))
     assert m.sums == dict(loss=3.0, kl=0.5)
-    assert m.all("gap").tolist() == [1, 2, 3, 4]
+    assert m.tokens("gap").tolist() == [1, 2, 3, 4]
+    assert m.has("gap") and not m.has("entropy")
 
 
 @pytest.mark.parametrize("device", ["gpu", "cpu:0", "cuda:x", "cuda:99"])

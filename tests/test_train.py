@@ -21,11 +21,10 @@ from conftest import (
     toy,
     train_here,
 )
-from data.problems import Problems
-from data.tasks import reward
+from data.tasks import Problems, reward
 from data.tokenizer import Tokenizer
 from grpo import advantages, replay
-from kvcache import EVICT, Eviction
+from kvcache import EVICT, SPREAD, Eviction
 from model import Transformer
 from objectives.dpo import DPO
 from rollout import generate
@@ -101,7 +100,7 @@ def test_problem_files(tmp_path):
     ("budget expects int, got float 32.5", ["--budget=32.5"]),
     ("resume expects bool, got int 1", ["--resume=1"]),
     (f"evict must be one of {', '.join(EVICT)}, got 'snap'", ["--evict=snap"]),
-    ("spread must be one of uniform, pyramid, got 'flat'", ["--spread=flat"]),
+    (f"spread must be one of {', '.join(SPREAD)}, got 'flat'", ["--spread=flat"]),
     ("top_p is not offered", ["--top_p=0.9"]),
     ("top_k is not offered", ["--top_k=50"]),
     ("temperature must be between", ["--temperature=0"]),
@@ -115,8 +114,8 @@ def test_problem_files(tmp_path):
     ("group must be at least 1", ["config/ppo.py", "--group=0"]),
     ("objective must be one of grpo, ppo, dpo, got 'reinforce'", ["--objective=reinforce"]),
     ("correction must be one of none, tis, mis, sparse_rl", ["--correction=vtrace"]),
-    ("learner=shadow they are one policy", ["--correction=tis"]),
-    ("evict=none and learner=dense they are one policy", ["config/tis.py", "--evict=none"]),
+    ("learner=shadow both are one policy", ["--correction=tis"]),
+    ("evict=none, learner=dense both are one policy", ["config/tis.py", "--evict=none"]),
     ("response_budget 16 must be above the window of 16", ["--response_budget=16"]),
     ("period must be at least 1", ["--period=0"]),
     ("which objective=dpo does not have", ["config/tis.py", "--objective=dpo"]),
@@ -327,17 +326,17 @@ def test_the_loss_of_an_update_by_hand(model):
 
 def test_numbers_of_several_updates():
     """Of the first update, but for clip_frac, which is the last one's."""
-    steps = []
+    done = []
     for clip_frac in (0.0, 0.25):
         m = Metrics()
         m.add(loss=1.0 + clip_frac, clip_frac=clip_frac)
-        steps.append(m)
+        done.append(m)
     mask = torch.tensor([True, True, False])
-    steps[0].collect(mask, gap=torch.tensor([1.0, 3, 9]), entropy=torch.tensor([2.0, 4, 9]))
-    assert train.numbers_of(steps) == dict(
-        loss=1.0, clip_frac=0.25, gap=2.0, gap_max=3.0, entropy=3.0)
-    steps[0].collect(mask, accept=torch.tensor([0.5, 1.0, 9]))
-    log = train.numbers_of(steps)
+    done[0].collect(mask, gap=torch.tensor([1.0, 3, 9]), entropy=torch.tensor([2.0, 4, 9]))
+    want = dict(loss=1.0, clip_frac=0.25, gap=2.0, gap_max=3.0, entropy=3.0)
+    assert train.summary(done) == want
+    done[0].collect(mask, accept=torch.tensor([0.5, 1.0, 9]))
+    log = train.summary(done)
     assert log["accept"] == 0.75 and log["accept_p05"] == pytest.approx(0.525)
 
 
@@ -386,7 +385,7 @@ def test_evaluate():
     are decoded at once."""
     folder = os.path.join(ROOT, "data", "tiny")
     net, tok = Transformer.from_pretrained(folder), Tokenizer(folder)
-    problems = Problems("kv", 0, tokens=96, n_eval=6, tok=tok)
+    problems = Problems("kv", tok, seed=0, tokens=96, n_eval=6)
     c = train.settings(FAST)
     e = train.eviction_of(c)
     assert e == Eviction("snapkv", budget=24, window=16, sinks=2, pool=7)
