@@ -315,12 +315,13 @@ def test_pack_of_both_policies(model):
 
 def test_pack_refuses(model):
     r = generate(model, prompts(40), 2, 4, seed=3, **SMALL)
+    two_layers = [list(r.kept[0][:2])]
     for say, wrong in (("does not fit", replace(r, kept=r.kept * 2)),
                        ("does not fit", replace(r, until=r.until[..., :3])),
                        ("lengths must be 1 to 4, got 5", replace(r, lengths=r.lengths + 1)),
                        ("lengths must be 1 to 4, got 0", replace(r, lengths=r.lengths - 4)),
                        ("the prompt has 40 tokens", replace(r, kept=[r.kept[0] + 1])),
-                       ("not given for 3 layers and 2 KV heads", replace(r, kept=[[*r.kept[0][:2]]]))):
+                       ("not given for 3 layers and 2 KV heads", replace(r, kept=two_layers))):
         with pytest.raises(ValueError, match=say):
             pack(wrong)
     for policies in ((), ("sparse",), ("dense", "dense")):

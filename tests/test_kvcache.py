@@ -73,11 +73,13 @@ def finite_scores_of_the_right_shape(name):
 
 
 def twice_the_same(name):
-    """Same seed, same scores, wherever torch's and Python's generators stand."""
+    """Same seed, same scores, wherever torch's generator stands, and there it stays."""
     q, k = prompts_qk()
     first = score(name, q, k)
     torch.rand(3)
+    before = torch.get_rng_state()
     assert torch.equal(score(name, q, k), first)
+    assert torch.equal(torch.get_rng_state(), before)
 
 
 def alone_as_in_a_batch(name):
@@ -497,8 +499,10 @@ def test_adaptive_by_hand():
     # with 15 free no head gets more than its 17 candidates
     wide = replace(e, budget=18)
     assert adaptive(torch.stack((high, low)), wide).tolist() == [3 + 17, 3 + 13]
-    three = torch.stack((torch.stack((high, low)), torch.stack((low, high)), mixed))
-    assert adaptive(three, e).tolist() == [[12, 4], [4, 12], [9, 7]]  # layers or prompts in front
+    batch = torch.stack((torch.stack((high, low)), torch.stack((low, high)), mixed))
+    assert adaptive(batch, e).tolist() == [[12, 4], [4, 12], [9, 7]]
+    # of fifteen, three heads: ten at most, one at least
+    assert adaptive(torch.stack((high, low, low + 10)), e).tolist() == [3 + 10, 3 + 1, 3 + 4]
 
 
 def test_adaptive_in_the_cache(model, method):
@@ -571,7 +575,7 @@ def test_what_response_keys_are_scored_by(name, voters, period, monkeypatch):
 
     def spy(cache, layer, t, q, k, elsewhere=None, scores=KVCache.scores):
         seen.append((t, q.clone(), k.clone(), elsewhere))  # eviction moves the keys
-        return scores(cache, layer, t, q, k, elsewhere=elsewhere)
+        return scores(cache, layer, t, q, k=k, elsewhere=elsewhere)
 
     for b, n in enumerate(cache.lengths):
         cache.write_prompts(slice(b, b + 1), 0, q=rows(n, NH, HS), k=rows(n, NKV, HS, seed=b),
