@@ -18,8 +18,17 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import shadow_attn
-from shadow_attn import (TILE_K, TILE_Q, definition, group_until, prepare, prepare_layers,
-                         shadow_attention, shadow_attention_ref, triton)
+from shadow_attn import (
+    TILE_K,
+    TILE_Q,
+    definition,
+    group_until,
+    prepare,
+    prepare_layers,
+    shadow_attention,
+    shadow_attention_ref,
+    triton,
+)
 
 CUDA = torch.cuda.is_available()
 INTERPRET = os.environ.get("TRITON_INTERPRET") == "1"
