@@ -8,7 +8,7 @@ from conftest import STOP, gap, learner, logged, prompts, ragged, rel, some_rewa
 from grpo import replay
 from objectives.ppo import gae, value_loss, whiten
 from rollout import generate
-from train import update
+from train import facts, update
 
 NAN = math.nan
 
@@ -127,8 +127,10 @@ def test_a_group_of_one():
     net = toy()
     r = generate(net, prompts(61, 40), 1, 12, budget=24, window=8, seed=1)
     c, objective, opt = learner(net, objective="ppo", group=1)
-    log = update(net, opt, objective, r, rewards=some_rewards(2, 1), c=c, lr=1e-3)
+    rewards = some_rewards(2, 1)
+    log = update(net, opt, objective, r, rewards=rewards, c=c, lr=1e-3)
     assert log["grad_norm"] > 0 and log["gap_max"] <= 1e-4
+    assert facts(r, rewards)["equal"] == 1
     assert gap(net, r) > 1e-4  # the weights moved
     with pytest.raises(ValueError, match="group must be at least 1, got 0"):
         learner(net, objective="ppo", group=0)
