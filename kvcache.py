@@ -74,15 +74,15 @@ class Eviction:
 
 def attention(q, k, elsewhere=None):
     """Softmax attention of the last W rows, each of which sees no later key.
-    -> (nkv, group, W, n), group = nh // nkv query heads of a KV head"""
+    -> (nkv, g, W, n) for the g = nh // nkv query heads of each KV head"""
     (W, nh, hs), (n, nkv, _) = q.shape, k.shape
-    q = q.view(W, nkv, nh // nkv, hs).permute(1, 2, 0, 3)                 # (nkv, group, W, hs)
-    s = matmul32(q.flatten(1, 2), k.permute(1, 2, 0)) * hs ** -0.5        # (nkv, group * W, n)
+    q = q.view(W, nkv, nh // nkv, hs).permute(1, 2, 0, 3)                 # (nkv, g, W, hs)
+    s = matmul32(q.flatten(1, 2), k.permute(1, 2, 0)) * hs ** -0.5        # (nkv, g * W, n)
     s = s.view(nkv, -1, W, n)
     row = torch.arange(n, device=q.device)
     s = s.masked_fill(row > row[n - W:, None], float("-inf"))
     if elsewhere is not None:  # one more key, whose share is dropped
-        s = torch.cat((s, elsewhere.view(nkv, -1, W, 1)), dim=-1)         # (nkv, group, W, n + 1)
+        s = torch.cat((s, elsewhere.view(nkv, -1, W, 1)), dim=-1)         # (nkv, g, W, n + 1)
     return s.softmax(-1)[..., :n]
 
 
@@ -90,7 +90,7 @@ def snapkv(q, k, e, elsewhere=None):
     """Votes (2404.14469, eq. 5): the attention that a key receives from the last W queries, summed
     over them, averaged over the query heads of a KV head, and max-pooled over neighbouring keys,
     so that what belongs together stays together."""
-    votes = received(q, k, elsewhere)                                     # (nkv, group, n) summed
+    votes = received(q, k, elsewhere)                                     # (nkv, g, n)
     votes = votes.mean(1)[:, :len(k) - len(q)]                            # the window stays anyway
     votes = max_pool(votes, e.pool)
     return F.pad(votes, (0, len(q)))                                      # (nkv, n)
@@ -351,9 +351,9 @@ class KVCache:
         mass = []
         for b in range(B):
             k = self.prompt_k[layer][b].transpose(1, 2)                  # (nkv, hs, K)
-            s = matmul32(q[b].flatten(1, 3), k) * hs ** -0.5             # (nkv, G * group * W, K)
+            s = matmul32(q[b].flatten(1, 3), k) * hs ** -0.5             # (nkv, G * g * W, K)
             s = s.masked_fill(padding[b, :, None], float("-inf"))
-            mass.append(s.logsumexp(-1).view(nkv, S // B, -1, W))        # (nkv, G, group, W)
+            mass.append(s.logsumexp(-1).view(nkv, S // B, -1, W))        # (nkv, G, g, W)
         return torch.stack(mass).transpose(1, 2).reshape(S, nh, W)
 
     def kept_positions(self):
@@ -381,21 +381,21 @@ SCORE_BYTES = 32 * 2**20  # fp32 attention (or similarity) held at a time, about
 
 
 def received(q, k, elsewhere=None):
-    """attention(q, k, elsewhere) summed over its queries -> (nkv, group, n)"""
+    """attention(q, k, elsewhere) summed over its queries -> (nkv, g, n)"""
     (W, nh, _), (n, nkv, _) = q.shape, k.shape
-    group = nh // nkv
-    heads = max(1, SCORE_BYTES // (4 * group * W * n))                   # KV heads at a time
-    rows = max(1, min(W, SCORE_BYTES // (4 * group * n)))                # and, of one head, queries
+    g = nh // nkv                                                        # query heads per KV head
+    heads = max(1, SCORE_BYTES // (4 * g * W * n))                       # KV heads at a time
+    rows = max(1, min(W, SCORE_BYTES // (4 * g * n)))                    # and, of one head, queries
     total = []
     for h in range(0, nkv, heads):
-        mine = slice(h * group, (h + heads) * group)                     # query heads
+        mine = slice(h * g, (h + heads) * g)                             # query heads
         part = 0
         for lo in range(0, W, rows):
             hi = min(lo + rows, W)
             seen = n - W + hi                                            # none of these sees more
             z = None if elsewhere is None else elsewhere[mine, lo:hi]
             att = attention(q[lo:hi, mine], k[:seen, h:h + heads], z)
-            part = part + F.pad(att.sum(2), (0, n - seen))               # (heads, group, n)
+            part = part + F.pad(att.sum(2), (0, n - seen))               # (heads, g, n)
         total.append(part)
     return torch.cat(total)
 

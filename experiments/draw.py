@@ -16,7 +16,7 @@ import os
 
 import torch
 
-from data.tasks import problem, prompt_encoder
+from data.tasks import problem, prompt_encoder, reward
 from data.tokenizer import Tokenizer
 from grpo import pack
 from kvcache import EVICT
@@ -217,7 +217,10 @@ def draw_picture(net, tok, path):
     def write(x, y, text, **style):
         figure.text(x / width, y / height, text, **style)
 
-    said = [text.removesuffix("<|end|>").strip() for text in responses(tok, rollout)]
+    said = []
+    for text in responses(tok, rollout):
+        verdict = "right" if reward(task, text) == 1 else "wrong"
+        said.append(f"{text.removesuffix('<|end|>').strip()} ({verdict})")
     bold = {"fontsize": 11, "fontweight": "bold"}
     write(0.1, 6.8, f"Sampler: {kept.shape[2]} of {P} prompt keys stay", **bold)
     write(0.1, 6.58, "in every layer and KV head, each its own choice", fontsize=9)
@@ -227,7 +230,7 @@ def draw_picture(net, tok, path):
     _, shadow, _ = segments(P, lengths)[1 + len(lengths)]        # where the shadow copies begin
     note = (
         "One long sequence: the prompt once,\nthen each response twice.\n"
-        f"Sample 1 said {said[0]}, sample 2 said {said[1]}.\n\n"
+        f"Sample 1: {said[0]}; sample 2: {said[1]}.\n\n"
         "Dense copies see all prompt keys.\nShadow copies see what the sampler saw.\n\n"
         f"A key is seen in rows before its until:\nevicted ones die at row {shadow}."
     )

@@ -229,7 +229,7 @@ def test_commands_and_options_exist(page):
 def test_line_counts_are_about_right():
     rows = re.findall(r"^\| `(\w+\.py)` \| .* \| (\d+) \|$", read("README.md"), re.M)
     assert [name for name, _ in rows] == [
-        "grpo.py", "kvcache.py", "rollout.py", "train.py", "model.py", "shadow_attn.py"]
+        "train.py", "kvcache.py", "rollout.py", "grpo.py", "shadow_attn.py", "model.py"]
     for name, lines in rows:
         assert abs(len(read(name).splitlines()) - int(lines)) <= 0.1 * int(lines), name
 
@@ -264,7 +264,11 @@ def test_the_table_of_arms_is_that_of_the_logs(page, arms):
     for arm in arms.split():
         (row,) = [cells(line) for line in read(page).splitlines() if line.startswith(f"| {arm}: ")]
         compressed, dense = measured[arm][2], measured[arm][3]
-        assert compressed.startswith(row[1]) and dense.startswith(row[2]), arm
+        if arm == "dense":  # its "compressed" was measured with the dense cache
+            assert row[1] == "not measured"
+        else:
+            assert compressed.startswith(row[1]), arm
+        assert dense.startswith(row[2]), arm
         last_gap = measured[arm][5].split(", ")[-1]
         assert float(row[3].split(", ")[-1]) == float(last_gap), arm
 
