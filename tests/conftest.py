@@ -219,15 +219,31 @@ def read_checkpoint(out_dir):
 
 # Triton's interpreter
 
+@pytest.fixture(scope="session")
+def interpreters(request):
+    """{test file: process that runs its module's KERNELS in Triton's CPU interpreter}, a process as
+    TRITON_INTERPRET must be set before the import; all files at the same time."""
+    env = {**os.environ, "TRITON_INTERPRET": "1"}
+    started = {}
+    for item in request.session.items:
+        if item.name == "test_kernels_in_interpreter":
+            command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider",
+                       str(item.path), "-k", item.module.KERNELS]
+            started[item.path] = subprocess.Popen(
+                command, cwd=ROOT, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+                text=True)
+    yield started
+    for process in started.values():
+        with process:  # closes its pipe and waits for its end
+            process.kill()
+
+
 @pytest.fixture
-def pass_in_interpreter():
-    """Run tests of a file in Triton's CPU interpreter, in a process of its own, as TRITON_INTERPRET
-    must be set before the import; none may fail or be skipped."""
-    def run(file, select):
-        command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider",
-                   os.path.abspath(file), "-k", select]
-        env = {**os.environ, "TRITON_INTERPRET": "1"}
-        result = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True)
-        assert result.returncode == 0, result.stdout + result.stderr
-        assert "passed" in result.stdout and "skipped" not in result.stdout, result.stdout
-    return run
+def pass_in_interpreter(interpreters, request):
+    """The file's kernels pass in the interpreter: no test of them fails or is skipped."""
+    def wait():
+        process = interpreters[request.path]
+        printed, _ = process.communicate()
+        assert process.returncode == 0, printed
+        assert "passed" in printed and "skipped" not in printed, printed
+    return wait

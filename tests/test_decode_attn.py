@@ -6,6 +6,7 @@ must be set before the import).
 import os
 import subprocess
 import sys
+from typing import NamedTuple
 
 import pytest
 import torch
@@ -17,17 +18,33 @@ from fast.launch import triton
 ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 CUDA = torch.cuda.is_available()
 INTERPRET = os.environ.get("TRITON_INTERPRET") == "1"
+KERNELS = "(triton or kernel) and not interpreter"  # tests that run in the interpreter
 DEVICE = "cuda" if CUDA else "cpu"
 REAL = {name: getattr(decode_attn, name) for name in ("BLOCK", "SPLIT", "PROGRAMS")}
 kernel = pytest.mark.skipif(triton is None or not (CUDA or INTERPRET),
                             reason="needs a GPU or TRITON_INTERPRET=1")
 IMPLS = ["ref", pytest.param("triton", marks=kernel)]
+
+
+class Shape(NamedTuple):
+    """Sizes of an example: prompts, samples of each, query and KV heads, head size, prompt keys,
+    response slots; t: slot of the new token."""
+    B: int
+    G: int
+    nh: int
+    nkv: int
+    hs: int
+    K: int
+    R: int
+    t: int
+
+
 SHAPES = [  # B, G, nh, nkv, hs, K, R, t
     (1, 1, 2, 2, 24, 1, 1, 0),        # one sample, first and last slot
     (2, 2, 3, 1, 16, 40, 9, 3),       # three query heads a KV head
     (2, 3, 6, 1, 64, 70, 40, 39),     # six
     (1, 2, 4, 2, 8, 33, 20, 17),      # no power of two
-    (2, 12, 12, 2, 16, 64, 3, 0),
+    (2, 6, 12, 2, 16, 64, 3, 0),      # a group's query heads in two programs, the second ragged
     (3, 2, 2, 2, 128, 5, 50, 33)]     # equal heads
 
 
@@ -78,7 +95,7 @@ def test_negative_controls(impl):
     """Each of these mistakes is far outside the tolerance."""
     torch.manual_seed(0)
     names = "q k v prompt_k prompt_v n_kept response_k response_v t".split()
-    shape = 2, 3, 6, 2, 16, 40, 30, 11
+    shape = Shape(B=2, G=2, nh=4, nkv=2, hs=16, K=40, R=30, t=11)
     right = dict(zip(names, finite_example(*shape, dtype=torch.float32)))
     right["n_kept"][1] = 20
     want = formula(**right)
@@ -107,40 +124,47 @@ def test_kv_heads_hold_different_numbers_of_keys(impl):
     """NaN in the slots that one head does not use and another does; the counts of another
     head, of another prompt or of the fullest head are wrong."""
     torch.manual_seed(0)
-    q, k, v, *prompt, _, rk, rv, t = finite_example(2, 3, 6, 2, 16, 40, 30, 11, dtype=torch.float32)
+    shape = Shape(B=2, G=2, nh=4, nkv=2, hs=16, K=40, R=30, t=11)
+    q, k, v, *prompt, _, rk, rv, t = finite_example(*shape, dtype=torch.float32)
+    rest = dict(response_k=rk, response_v=rv, t=t)
     n_kept = torch.tensor([[40, 7], [1, 23]], device=DEVICE, dtype=torch.int32)
     padding = torch.arange(40, device=DEVICE) >= n_kept[:, :, None]  # (B, nkv, K)
     dirty = [x.masked_fill(padding[..., None], float("nan")) for x in prompt]
-    want = formula(q, k, v, *dirty, n_kept, rk, rv, t)
+    want = formula(q, k, v, *dirty, n_kept=n_kept, **rest)
     assert want.isfinite().all()
-    assert error(decode_attention(q, k, v, *dirty, n_kept, rk, rv, t, impl=impl), want) < 1e-6
+    got = decode_attention(q, k, v, *dirty, n_kept=n_kept, **rest, impl=impl)
+    assert error(got, want) < 1e-6
     fullest = n_kept.amax(1, keepdim=True).repeat(1, 2)
     for wrong in (n_kept.flip(1), n_kept.flip(0), fullest):
-        got = decode_attention(q, k, v, *prompt, wrong.contiguous(), rk, rv, t, impl=impl)
+        got = decode_attention(q, k, v, *prompt, n_kept=wrong.contiguous(), **rest, impl=impl)
         assert error(got, want) > 1e-2
 
 
 def test_refuses_an_impl_that_cannot_run():
-    args = example(1, 1, 2, 2, 16, 4, 3, 1, "cpu", torch.float64)
+    shape = Shape(B=1, G=1, nh=2, nkv=2, hs=16, K=4, R=3, t=1)
+    args = example(*shape, device="cpu", dtype=torch.float64)
     for impl in ("tritn", "triton"):  # a wrong name; no kernel computes fp64
         with pytest.raises(ValueError, match="unknown or cannot compute torch.float64 on cpu"):
             decode_attention(*args, impl=impl)
 
 
 def test_refuses_one_count_for_all_kv_heads():
-    q, k, v, pk, pv, n_kept, *rest = example(2, 1, 2, 2, 16, 4, 3, 1, "cpu", torch.float32)
+    shape = Shape(B=2, G=1, nh=2, nkv=2, hs=16, K=4, R=3, t=1)
+    q, k, v, *prompt, n_kept, rk, rv, t = example(*shape, device="cpu", dtype=torch.float32)
     with pytest.raises(ValueError, match=r"n_kept must be \(B, nkv\) = \(2, 2\), got \(2,\)"):
-        decode_attention(q, k, v, pk, pv, n_kept[:, 0], *rest)
+        decode_attention(q, k, v, *prompt, n_kept=n_kept[:, 0], response_k=rk, response_v=rv, t=t)
 
 
 @kernel
 def test_kernel_refuses_other_layouts():
-    q, k, v, pk, pv, n_kept, *rest = example(1, 2, 2, 2, 16, 20, 5, 2, DEVICE, torch.float32)
+    shape = Shape(B=1, G=2, nh=2, nkv=2, hs=16, K=20, R=5, t=2)
+    q, k, v, *prompt, n_kept, rk, rv, t = example(*shape, device=DEVICE, dtype=torch.float32)
+    rest = dict(response_k=rk, response_v=rv, t=t, impl="triton")
     apart = q.transpose(1, 2).contiguous().transpose(1, 2)
     with pytest.raises(ValueError, match="heads of q, k and v"):
-        decode_attention(apart, k, v, pk, pv, n_kept, *rest, impl="triton")
+        decode_attention(apart, k, v, *prompt, n_kept=n_kept, **rest)
     with pytest.raises(ValueError, match="n_kept be contiguous"):
-        decode_attention(q, k, v, pk, pv, n_kept[:, :1].expand(-1, 2), *rest, impl="triton")
+        decode_attention(q, k, v, *prompt, n_kept=n_kept[:, :1].expand(-1, 2), **rest)
 
 
 @pytest.mark.skipif(not CUDA, reason="needs a GPU")
@@ -183,7 +207,7 @@ def test_one_graph_serves_every_step():
 @pytest.mark.skipif(CUDA or INTERPRET or triton is None,
                     reason="runs the kernels where there is no GPU")
 def test_kernels_in_interpreter(pass_in_interpreter):
-    pass_in_interpreter(__file__, "(triton or kernel) and not interpreter")
+    pass_in_interpreter()
 
 
 def test_self_check_command():

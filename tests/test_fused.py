@@ -1,6 +1,6 @@
 """
 Fused functions against the formulas that they replace in model.py, and those against formulas of
-their own, in fp64; the sampler's kernel.
+their own, in fp64.
 
 The kernels run on a GPU if there is one, else in Triton's interpreter, in a process of its own
 (TRITON_INTERPRET must be set before the import). What runs on CPU instead of them runs here.
@@ -13,10 +13,10 @@ import torch
 import model
 from fast import fused, launch
 from fast.launch import triton
-from fast.sampling import sample
 
 CUDA = torch.cuda.is_available()
 INTERPRET = os.environ.get("TRITON_INTERPRET") == "1"
+KERNELS = "not interpreter"  # tests that run in the interpreter
 DEVICE = "cuda" if CUDA else "cpu"
 kernel = pytest.mark.skipif(
     triton is None or not (CUDA or INTERPRET), reason="needs a GPU or TRITON_INTERPRET=1")
@@ -54,7 +54,7 @@ def results(f, leaves, grads):
     return [*y, *torch.autograd.grad(y, leaves, grads)]
 
 
-def compare(f, replaced, formula, leaves, grads):
+def compare(f, replaced, formula, *, leaves, grads):
     """f against the function of model.py that it replaces and both against a formula, these two in
     fp64. -> results of f"""
     assert launch.kernels(leaves[0]) == (CUDA or INTERPRET)
@@ -74,9 +74,13 @@ def rand(*shape, dtype):
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("shape", ((1, 576), (33, 48), (5, 3, 128), (300, 20)), ids=str)
+@pytest.mark.parametrize("shape", ((1, 576), (10, 48), (5, 3, 128), (300, 20)), ids=str)
 def test_rms_norm(shape, dtype, monkeypatch):
     monkeypatch.setattr(fused, "PROGRAMS", 3)  # so that a program sums over several blocks of rows
+    if len(shape) == 2 and shape[0] == 300:
+        assert fused.blocks(20, 300) == (2, 32)
+        if not CUDA:  # the interpreter pays per program: 19 of them, the last one ragged
+            monkeypatch.setattr(fused, "blocks", lambda width, rows: (16, 32))
 
     def f(x, w):
         return fused.rms_norm(x, w, 1e-6)
@@ -85,16 +89,16 @@ def test_rms_norm(shape, dtype, monkeypatch):
         return model.rms_norm(x, w, 1e-6)
 
     x, w = rand(*shape, dtype=dtype), 1 + 0.3 * rand(shape[-1], dtype=dtype)
-    got = compare(f, replaced, norm_formula, (x, w), (rand(*shape, dtype=dtype),))
+    dy = rand(*shape, dtype=dtype)
+    got = compare(f, replaced, norm_formula, leaves=(x, w), grads=(dy,))
     # the control: another eps
     assert error(got[:1], [model.rms_norm(x.double(), w.double(), 0.1)]) > 1e-2
-    again = results(f, (x, w), (torch.ones_like(x),))
-    once = results(f, (x, w), (torch.ones_like(x),))
-    assert all(torch.equal(a, b) for a, b in zip(again, once))
+    again = results(f, (x, w), (dy,))
+    assert all(torch.equal(a, b) for a, b in zip(again, got))
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("N, nh, nkv, hs", ((1, 9, 3, 64), (17, 12, 2, 128), (40, 4, 4, 12)))
+@pytest.mark.parametrize("N, nh, nkv, hs", ((1, 9, 3, 64), (5, 12, 2, 128), (7, 4, 4, 12)))
 def test_rotate(N, nh, nkv, hs, dtype):
     torch.manual_seed(0)
     angle = torch.rand(N, hs // 2, device=DEVICE) * 100
@@ -112,7 +116,7 @@ def test_rotate(N, nh, nkv, hs, dtype):
 
     qkv = rand(N, nh + 2 * nkv, hs, dtype=dtype)
     grads = rand(N, nh, hs, dtype=dtype), rand(N, nkv, hs, dtype=dtype)
-    got = compare(f, f, formula, (qkv,), grads)  # in fp64 model.rotate is its formula
+    got = compare(f, f, formula, leaves=(qkv,), grads=grads)  # in fp64 model.rotate is its formula
     # the control: the other way round
     assert error(got[:1], [model.rotate_one(parts(qkv)[0].double(), cos, -sin)]) > 0.1
     with torch.no_grad():  # in place, and nothing but q and k
@@ -128,7 +132,7 @@ def test_rotate(N, nh, nkv, hs, dtype):
 def test_swiglu(N, M, dtype):
     x = rand(N, 2 * M, dtype=dtype)
     dy = rand(N, M, dtype=dtype)
-    got = compare(model.swiglu, model.swiglu, swiglu_formula, (x,), (dy,))
+    got = compare(model.swiglu, model.swiglu, swiglu_formula, leaves=(x,), grads=(dy,))
     # the control: gate and up swapped
     assert error(got[:1], [model.swiglu(x.double().roll(M, 1))]) > 0.1
 
@@ -150,55 +154,10 @@ def test_the_model_takes_the_kernels(monkeypatch):
         assert called == ["rms_norm", "rotate", "swiglu"]
 
 
-@kernel
-def test_sample_kernel():
-    """Greedy takes the first maximum; log-probs are those of the token drawn; draws follow the
-    softmax and depend on seed and step."""
-    torch.manual_seed(0)
-    t = torch.tensor(4, device=DEVICE)
-    logits = torch.randn(3, 5000, device=DEVICE) * 3
-    logits[1, 77] = logits[1, 4500] = 50.0
-    logits[2, :4000] = float("-inf")
-    for temperature in (0.0, 1.0, 0.3):
-        token, logp = sample(logits, temperature, None, 11, t)
-        want = (logits / (temperature or 1)).log_softmax(-1)
-        want = want.gather(1, token[:, None])[:, 0]
-        torch.testing.assert_close(logp, want, atol=2e-6, rtol=1e-5)
-        if not temperature:
-            assert token.tolist() == [int(logits[0].argmax()), 77, int(logits[2].argmax())]
-    n = 200_000 if CUDA else 400
-    logits = torch.tensor([[2.0, 1.0, 0.0, -1.0, 0.5]], device=DEVICE).expand(n, 5)
-    token, _ = sample(logits, 0.5, None, 5, t)
-    p = (logits[0] / 0.5).softmax(0)
-    assert (token.bincount(minlength=5) / n - p).abs().max() < 4 * (0.25 / n) ** 0.5
-    # the control: another temperature would be seen
-    assert (p - logits[0].softmax(0)).abs().max() > 4 * (0.25 / 400) ** 0.5
-    few = logits[:n // 4]
-
-    def same(seed, t):
-        return (sample(few, 0.5, None, seed, t)[0] == token[:len(few)]).float().mean()
-
-    chance = (p * p).sum()
-    assert same(5, t) == 1
-    assert abs(same(6, t) - chance) < 0.2 and abs(same(5, t + 1) - chance) < 0.2
-
-
-@kernel
-def test_sample_kernel_far_tail():
-    """With 150,000 equal logits the winner is decided among noises of 1e-5: no column is favoured
-    by rounding."""
-    logits = torch.zeros(2000 if CUDA else 2, 150_000, device=DEVICE)
-    token, logp = sample(logits, 1.0, None, 3, torch.tensor(0, device=DEVICE))
-    assert (logp + torch.tensor(150_000.0).log().item()).abs().max() < 1e-5
-    if CUDA:
-        assert len(token.unique()) > 1960
-        assert abs(token.double().mean().item() - 75_000) < 4 * 43_301 / 2000 ** 0.5
-
-
 @pytest.mark.skipif(
     CUDA or INTERPRET or triton is None, reason="runs the kernels where there is no GPU")
 def test_kernels_in_interpreter(pass_in_interpreter):
-    pass_in_interpreter(__file__, "not interpreter")
+    pass_in_interpreter()
 
 
 @pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16, torch.float64), ids=str)
