@@ -1,8 +1,8 @@
 """
 Drawing tokens from logits, with the log-probability they were drawn with.
 
-The formula that the kernels replace: log_softmax, plus Gumbel noise, argmax (`sample` below, in
-PyTorch). The largest of log-probs plus Gumbel noise is an exact sample of the softmax.
+Replaces rollout.draw_token on a GPU: log_softmax, plus Gumbel noise, argmax. The largest of
+log-probs plus Gumbel noise is an exact sample of the softmax.
 
 The idea. Adding a constant to the log-probs does not move the maximum, so one pass over a row of
 logits suffices: keep a running log-sum-exp and the best noisy logit. One kernel reads each logit
@@ -15,32 +15,17 @@ Left out: top-p and top-k (they cut the support and bias every ratio).
 """
 import torch
 
-from fast.launch import jit, kernels, tl, triton
-
-
-def sample(logits, temperature, rng, seed, t):
-    """logits (S, V) fp32 -> token (S,), its log-prob (S,) under softmax(logits / temperature);
-    temperature 0: the maximum, with its log-prob at temperature 1.
-
-    On CUDA the noise is a function of seed (an int) and t (an int64 tensor on the device),
-    elsewhere of the generator rng."""
-    if kernels(logits) and logits.dtype == torch.float32:
-        return sample_triton(logits, temperature, seed, t)
-    logp = (logits / (temperature or 1.0)).log_softmax(-1)                 # (S, V)
-    noisy = logp
-    if temperature:
-        noise = torch.empty_like(logp).exponential_(generator=rng)         # (S, V)
-        noisy = logp - noise.clamp_min_(torch.finfo(logp.dtype).tiny).log_()
-    token = noisy.argmax(-1)                                               # (S,)
-    return token, logp.gather(1, token[:, None])[:, 0]
-
+from fast.launch import jit, tl, triton
 
 BLOCK = 1024  # logits that a program reads at once, four times per step: Philox makes four words
 PARTS = 16    # a row of logits is cut into at most so many parts, each for a program of its own
 
 
 def sample_triton(logits, temperature, seed, t):
-    """`sample` in two kernels; seed: an int, t: an int64 tensor () on the device."""
+    """Replaces rollout.draw_token: logits (S, V) fp32 -> token (S,), its log-prob (S,) under
+    softmax(logits / temperature); temperature 0: the maximum, with its log-prob at temperature 1.
+
+    The noise is a function of seed (an int) and t (an int64 tensor () on the device)."""
     (S, V), logits = logits.shape, logits.contiguous()
     size = 4 * BLOCK * triton.cdiv(V, 4 * BLOCK * PARTS)                   # logits of one part
     parts = triton.cdiv(V, size)
