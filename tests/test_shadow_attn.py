@@ -237,7 +237,7 @@ def test_hidden_keys_do_not_leak(impl, device):
     clean = run(impl, q, k, v, until=until, grad=grad)
     unseen = (until <= torch.arange(N, device=device)).T             # (N, nkv)
     assert unseen.any()
-    # one unseen key in three holds this, whichever tile it is in
+    # each of these is in one unseen key of three, in whichever tile
     garbage = torch.tensor([1e4, math.nan, math.inf], device=device).repeat(N // 3 + 1)[:N]
     garbage = garbage[:, None, None].expand(k.shape)                 # (N, nkv, hs)
     dirty_k, dirty_v = (torch.where(unseen[:, :, None], garbage, x) for x in (k, v))
