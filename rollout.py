@@ -199,7 +199,7 @@ def generate(model, prompts, group, max_new_tokens, temperature=1.0, evict="snap
     for t in range(1, R):
         # asking a card whether all have ended stalls it, so ask now and then; what is drawn in
         # between is dropped below
-        asks = dev.type == "cpu" or t % 8 == 0
+        asks = len(stop) and (dev.type == "cpu" or t % 8 == 0)
         if asks and (tokens[:, :t, None] == stop).any(2).any(1).all():
             break
         if t == 2 and dev.type == "cuda":  # the step before compiled and warmed up all there is
