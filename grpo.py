@@ -20,7 +20,7 @@ GRPO: the G responses to one prompt are each other's baseline.
 `scale` is the reduction by name. `w` corrects for a sampler that was not the learner: with a dense
 learner and an evicting sampler it is all there is; with replay both are one policy and w is 1. On
 the first update after a rollout r is exactly 1, so the loss is 0 by construction ("sequence"; the
-others leave the spread of lengths), its gradient is not.
+others leave the spread of lengths), its gradient is not. train.update adds the distillation term.
 
 Left out on purpose: reward models, entropy bonus, a dual clip, sequence-level ratios (GSPO).
 Departures: tokens that a correction rejects weigh 0 but stay in the loss's denominator (verl takes
@@ -40,6 +40,7 @@ from fast.launch import widen
 from shadow_attn import prepare_layers, shadow_attention
 
 NORMS = ("sequence", "token", "constant")
+CORRECTIONS = ("tis", "mis", "sparse_rl")
 
 
 @dataclass
@@ -52,7 +53,8 @@ class Packed:
 
 
 def pack_by_hand(rollout, policies=("dense", "shadow")):
-    """What `pack` does, one key at a time: the text to read. -> Packed
+    """What `pack` does, one key at a time: the text to read. rollout: see rollout.Rollout, whose
+    until counts response steps; here it becomes rows. -> Packed
 
     Response token 0 is predicted by the prompt's last row, which saw all keys in the sampler too.
     Token t > 0 is predicted by the row of token t - 1, so the last token of a response needs no
@@ -66,14 +68,14 @@ def pack_by_hand(rollout, policies=("dense", "shadow")):
     for b, prompt in enumerate(rollout.prompts):
         P, lengths = len(prompt), rollout.lengths[b].tolist()
         first = len(ids)  # the row of the prompt's first token
-        copies = sum(n - 1 for n in lengths)  # rows of one policy's copies of all responses
-        end = first + P + len(policies) * copies  # where the next group begins
-        shadow = end - copies if "shadow" in policies else end  # where the shadow copies begin
+        own = sum(n - 1 for n in lengths)  # rows that the responses take under one policy
+        end = first + P + len(policies) * own  # where the next group begins
+        dropped_at = end - own if "shadow" in policies else end  # where the shadow copies begin
 
         for j, token in enumerate(prompt):
             ids.append(token)
             pos.append(j)
-            until.append([[end if j in rollout.kept[b][layer][head] else shadow
+            until.append([[end if j in rollout.kept[b][layer][head] else dropped_at
                            for head in range(nkv)] for layer in range(L)])
 
         for policy in policies:
@@ -107,28 +109,27 @@ def pack(rollout, policies=("dense", "shadow")):
     first = 0
     for b, prompt in enumerate(rollout.prompts):
         P, n = len(prompt), rollout.lengths[b] - 1                        # n (G,) rows of a copy
-        copies = int(n.sum())
-        size = P + len(policies) * copies
-        end = first + size
-        shadow = end - copies if "shadow" in policies else end
-        dies = torch.full((L, nkv, size), shadow, dtype=torch.int32, device=dev)
+        own = int(n.sum())
+        end = first + P + len(policies) * own
+        dropped_at = end - own if "shadow" in policies else end
+        dies = torch.full((L, nkv, end - first), dropped_at, dtype=torch.int32, device=dev)
         keep_alive(dies[:, :, :P], rollout.kept[b], end)
         ids.append(torch.tensor(prompt, device=dev))
         pos.append(torch.arange(P, device=dev))
-        # sample and token of each row of a policy's copies, (copies,) each
+        # sample and token of each row of a policy's copies, (own,) each
         g, t = (torch.arange(R, device=dev) < n[:, None]).nonzero(as_tuple=True)
-        born = P                                                          # counted from `first`
+        born = first + P
         for policy in policies:
             ids.append(rollout.tokens[b, g, t])
             pos.append(P + t)
-            lives = n[g]                                                  # (copies,) steps
+            steps = n[g]                                                  # (own,) the copy's length
             if policy == "shadow":
-                lives = rollout.until[:, :, b, g, t].minimum(lives)       # (L, nkv, copies)
-            copy = first + born + n.cumsum(0)[g] - n[g]                   # first row of its copy
-            dies[:, :, born:born + copies] = copy + lives
+                steps = rollout.until[:, :, b, g, t].minimum(steps)       # (L, nkv, own)
+            copy = born + n.cumsum(0)[g] - n[g]                           # first row of its copy
+            dies[:, :, born - first:born - first + own] = copy + steps
             rows[policy][b, :, 0] = first + P - 1
-            rows[policy][b, g, t + 1] = first + torch.arange(born, born + copies, device=dev)
-            born += copies
+            rows[policy][b, g, t + 1] = torch.arange(born, born + own, device=dev)
+            born += own
         until.append(dies)
         first = end
     return Packed(torch.cat(ids), torch.cat(pos), torch.cat(until, dim=2), rows)
@@ -325,7 +326,7 @@ def correction(name, logp_old, logp_roll, mask):
         mean = capped.sum() / mask.sum().clamp(min=1)
         sound = ~((w < 1e-4) & mask).any(-1, keepdim=True)                # (B, G, 1)
         return capped / mean * ((w >= 0.5) & (w <= 1.5) & sound)
-    raise ValueError(f"unknown correction {name!r}: one of tis, mis, sparse_rl")
+    raise ValueError(f"unknown correction {name!r}: one of {', '.join(CORRECTIONS)}")
 
 
 def reference_kl(logp, logp_ref, mask, logp_old=None):

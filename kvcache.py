@@ -56,31 +56,34 @@ class Eviction:
                              f"{window} + {sinks}, or no key is left to choose")
         if self.response_budget is None:
             return
-        if method == "none" or self.response_budget <= window or self.period < 1:
+        if method == "none":
+            raise ValueError(f"response_budget {self.response_budget} evicts response keys: evict "
+                             "must name a method, not 'none'")
+        if self.response_budget <= window or self.period < 1:
             raise ValueError(f"response_budget {self.response_budget} must be above the window of "
-                             f"{window}, period {self.period} at least 1, and evict a method, not "
-                             f"{method!r}")
+                             f"{window}, and period {self.period} at least 1")
 
 
 # The scores of one prompt, or of one sample's response. Every function takes
 #   q (W, nh, hs)   the queries of the last W rows (of all rows for methods in ALL_QUERIES)
 #   k (n, nkv, hs)  the keys to choose from, in time order; both are rotated
 #   e               the Eviction settings
-#   elsewhere       None, or (nh, W): log-sum-exp of the queries' scores on keys that are not among
-#                   k; the prompt's, where response keys are scored
-# and returns finite scores (nkv, n), of which the highest stay. It runs under torch.vmap: it cannot
-# see other prompts, must not branch on values, and may draw from torch's generator, which is
-# seeded by (seed, layer, step).
+#   elsewhere       None, or (nh, W): log-sum-exp of q . k / sqrt(hs) over keys that are not among
+#                   k: the prompt's, where response keys are scored. `attention` takes it
+# and returns finite numbers (nkv, n): the highest stay. It runs under torch.vmap: it cannot see
+# other prompts and must not branch on values; torch's CPU generator is seeded by (seed, layer,
+# step) for it. spread = "adaptive" compares the numbers of the KV heads of a layer.
 
 def attention(q, k, elsewhere=None):
     """Softmax attention of the last W rows, each of which sees no later key.
     -> (nkv, g, W, n) for the g = nh // nkv query heads of each KV head"""
     (W, nh, hs), (n, nkv, _) = q.shape, k.shape
     q = q.view(W, nkv, nh // nkv, hs).permute(1, 2, 0, 3)                 # (nkv, g, W, hs)
-    s = matmul32(q.flatten(1, 2), k.permute(1, 2, 0)) * hs ** -0.5        # (nkv, g * W, n)
+    s = matmul32(q.flatten(1, 2), k.permute(1, 2, 0))                     # (nkv, g * W, n)
     s = s.view(nkv, -1, W, n)
-    row = torch.arange(n, device=q.device)
-    s = s.masked_fill(row > row[n - W:, None], float("-inf"))
+    s *= hs ** -0.5
+    row = torch.arange(n - W, n, device=q.device)  # of the queries, and of keys some may not see
+    s[..., n - W:].masked_fill_(row > row[:, None], float("-inf"))
     if elsewhere is not None:  # one more key, whose share is dropped
         s = torch.cat((s, elsewhere.view(nkv, -1, W, 1)), dim=-1)         # (nkv, g, W, n + 1)
     return s.softmax(-1)[..., :n]
@@ -122,7 +125,9 @@ def random(q, k, e, elsewhere=None):
 
 EVICT = {"none": None, "snapkv": snapkv, "rkv": rkv, "h2o": h2o, "recent": recent, "random": random}
 ALL_QUERIES = {"h2o"}  # get the queries of all rows; scores add up from one eviction to the next
-ALONE = {"snapkv", "rkv", "h2o"}  # score a KV head by itself: prompts may pass as further heads
+# score a KV head by itself and draw nothing: prompts may pass as further KV heads, all in one call.
+# It saves launches and changes no score; a new method need not be here
+ALONE = {"snapkv", "rkv", "h2o"}
 
 
 # How the budget is spread over the layers: (e, layer, n_layer) -> keys per KV head of that layer
@@ -267,10 +272,11 @@ class KVCache:
             score = score.unflatten(0, (n, nkv))
         else:
             at_once = max(1, SCORE_BYTES // (4 * W * nh * keys))
+            inputs[:2] = q.clone(), k.clone()  # whoever writes into them must not change the cache
             with torch.random.fork_rng(devices=[]):
                 score = torch.vmap(seeded, chunk_size=at_once, randomness="same")(*inputs)
         self.finite.logical_and_(score.isfinite().all())
-        return score
+        return widen(score)
 
     def attend(self, layer, q, k, v):
         """One decoding step at one layer: k, v (S, nkv, hs) are stored. q (S, nh, hs) -> same."""

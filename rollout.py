@@ -155,7 +155,7 @@ def generate(model, prompts, group, max_new_tokens, temperature=1.0, evict="snap
     """Sample `group` responses to each prompt under the compressed cache. -> Rollout
 
     prompts: B lists of token ids, ragged. temperature 0 is greedy, for evaluation.
-    eviction: kvcache.Eviction; or its fields one by one, of which evict is the method.
+    eviction: kvcache.Eviction, or the most used of its fields one by one; evict is the method.
     stop_ids: a response ends with the first of these, which is part of it; decoding ends when every
     sample has ended. prefill_rows: prompt tokens per prefill pass. Raises ValueError for settings
     or prompts it cannot serve, and for an eviction method whose scores are not finite."""

@@ -26,7 +26,7 @@ import torch
 
 from data.tasks import TASKS, Problems, reward
 from data.tokenizer import Tokenizer
-from grpo import GRPO, NORMS, replay
+from grpo import CORRECTIONS, GRPO, NORMS, replay
 from kvcache import EVICT, SPREAD, Eviction
 from model import Transformer, find_checkpoint
 from objectives.dpo import DPO
@@ -97,8 +97,8 @@ DEFAULTS = {key: value for key, value in globals().items()
             if isinstance(value, (bool, int, float, str)) and key[0].islower()}
 CHOICES = dict(
     evict=list(EVICT), spread=list(SPREAD), objective=list(OBJECTIVES), learner=["shadow", "dense"],
-    distill_to=["dense", "shadow"], correction=["none", "tis", "mis", "sparse_rl"],
-    norm=list(NORMS), dtype=["auto", "float32", "bfloat16"])
+    distill_to=["dense", "shadow"], correction=["none", *CORRECTIONS], norm=list(NORMS),
+    dtype=["auto", "float32", "bfloat16"])
 CUTS = "it cuts the support the learner scores, so every ratio would be biased"
 REFUSED = dict(top_p=CUTS, top_k=CUTS, min_p=CUTS)
 RANGES = dict(
@@ -172,9 +172,9 @@ def update(net, opt, objective, rollout, rewards, c, lr):
         """What replay returns for the learner's policy, of a whole rollout, without gradients."""
         say("scoring")
         outs = []
-        for part in micro_batches(rollout, len(policies), c.micro_rows):
+        for indices in micro_batches(rollout, len(policies), c.micro_rows):
             with torch.no_grad():
-                outs.append(replay(model, rollout.select(part), (c.learner,),
+                outs.append(replay(model, rollout.select(indices), (c.learner,),
                                    value=objective.value if model is net else None))
         return {name: torch.cat([out[name] for out in outs]) for name in outs[0]}
 
@@ -188,17 +188,18 @@ def update(net, opt, objective, rollout, rewards, c, lr):
     done = []  # the Metrics of each update
     for _ in range(c.updates):
         metrics = Metrics(clip_frac=0.0, kl=0.0)
-        for i, part in enumerate(parts):
+        for i, indices in enumerate(parts):
             say(f"update {len(done) + 1}/{c.updates}, micro-batch {i + 1}/{len(parts)}")
-            r = rollout.select(part)
-            x = {name: values[part] for name, values in batch.items()}
+            part = rollout.select(indices)
+            x = {name: values[indices] for name, values in batch.items()}
 
             # one forward pass under the logged mask scores both policies, (B, G, R) each
-            out = replay(net, r, policies, distill_to=c.distill_to if c.distill else None,
+            out = replay(net, part, policies, distill_to=c.distill_to if c.distill else None,
                          stats=not done, checkpointing=c.checkpointing, value=objective.value)
 
             # on a rollout's first update the ratio is exactly 1: GRPO's loss is 0, not its gradient
-            loss, numbers = objective.loss(out, part=r, batch=x, old=old.get(i), whole=rollout)
+            loss, numbers = objective.loss(
+                out, part=part, batch=x, old=old.get(i), whole=rollout)
             if c.distill:
                 kl = (x["scale"] * out["kl"]).sum()  # KL(student || teacher), reduced like the loss
                 loss = loss + c.distill * kl
@@ -210,7 +211,7 @@ def update(net, opt, objective, rollout, rewards, c, lr):
             old.setdefault(i, logp)
             if not done:
                 seen = {name: out[name] for name in ("entropy", "accept") if name in out}
-                metrics.collect(r.mask, gap=(logp - r.logp_roll).abs(), **seen)
+                metrics.collect(part.mask, gap=(logp - part.logp_roll).abs(), **seen)
         metrics.add(grad_norm=opt.step(lr, c.grad_clip))
         done.append(metrics)
     return dict(log, **summary(done))
@@ -276,11 +277,11 @@ def evaluate(net, tok, problems, c, eviction):
         r = generate(net, prompts, 1, c.max_new_tokens, temperature=0.0, eviction=eviction,
                      stop_ids=tok.stop_ids, seed=c.seed)
         total += sum(reward(p, texts[0]) for p, texts in zip(batch, decode(tok, r)))
-        for part in micro_batches(r, 2, c.micro_rows):
+        for indices in micro_batches(r, 2, c.micro_rows):
             if not dense:
                 with torch.no_grad():
-                    out = replay(net, r.select(part), stats=True)
-                overlap.append(out["accept"][r.mask[part]].cpu())
+                    out = replay(net, r.select(indices), stats=True)
+                overlap.append(out["accept"][r.mask[indices]].cpu())
     say("")
     log = dict(reward=total / problems.n_eval)
     if overlap:
