@@ -179,7 +179,7 @@ def test_padded_vocabulary():
     ("prefill_rows must be at least 1", dict(prefill_rows=0)),
     ("response_budget 8 must be above the window of 8", dict(response_budget=8)),
     ("period 0 at least 1", dict(response_budget=16, period=0)),
-    ("evict a method, not 'none'", dict(response_budget=16, evict="none")),
+    ("evict must name a method", dict(response_budget=16, evict="none")),
 ])
 def test_bad_requests(model, say, change):
     ask = {**dict(prompts=prompts(40), group=2, max_new_tokens=4, **SMALL), **change}
