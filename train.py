@@ -147,8 +147,8 @@ def main(argv):
             log = update(net, opt, objective, rollout, rewards=rewards, c=c, lr=lr)
 
             # 5. log and save
-            log.update(facts(rollout, rewards), step=run.step, rollout_s=sampled - began,
-                       learn_s=time.time() - sampled)
+            log = dict(step=run.step, **facts(rollout, rewards), **log,
+                       rollout_s=sampled - began, learn_s=time.time() - sampled)
             run.log(log)
             print(f"{show(log)} | eta {run.minutes_left():.1f} min", flush=True)
             if run.step % c.save_every == 0 or run.step == c.steps - 1:
