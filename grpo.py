@@ -347,12 +347,19 @@ class GRPO:
     """The objective as train.py's loop sees it; objectives/ has others with the same methods.
 
     settings: those of train.py. initial(): a frozen copy of the model as it was before training,
-    for objectives that need one. Raises ValueError for settings that make no sense together."""
+    for objectives that need one."""
     value = None  # PPO: a head that is trained and saved with the model
+    at_least = 2  # samples per prompt
 
     def __init__(self, model, settings, initial):
-        c = self.c = settings
-        self.check_group(at_least=2)
+        self.c = settings
+
+    @classmethod
+    def check(cls, c):
+        """Raise ValueError for settings that make no sense together, before a model is loaded."""
+        if c.group < cls.at_least:
+            raise ValueError(f"group must be at least {cls.at_least}, got {c.group}: samples of "
+                             "one prompt are compared")
         if c.correction == "none":
             return
         if c.evict == "none" or c.learner == "shadow":
@@ -360,11 +367,6 @@ class GRPO:
                              f"learner; with evict={c.evict}, learner={c.learner} both are one "
                              "policy and all weights 1: it takes an eviction method and "
                              "--learner=dense")
-
-    def check_group(self, at_least):
-        if self.c.group < at_least:
-            why = ": samples of one prompt are compared" if at_least > 1 else ""
-            raise ValueError(f"group must be at least {at_least}, got {self.c.group}{why}")
 
     def prepare(self, rollout, rewards, score):
         """Once per rollout, before its first update: what takes the whole batch, so that

@@ -29,6 +29,10 @@ from fast.head import matmul32
 from fast.launch import widen
 
 
+class ScoresNotFinite(ValueError, FloatingPointError):
+    """A method scored NaN or inf: a wrong argument to a caller, a run that diverged to train.py."""
+
+
 @dataclass(frozen=True)
 class Eviction:
     """Which keys a rollout keeps, counted in keys per layer and KV head. Raises ValueError for
@@ -64,6 +68,20 @@ class Eviction:
                              f"{window}, and period {self.period} at least 1")
 
 
+    def budget_of(self, layer, n_layer):
+        """Keys per KV head of a layer, on average over its heads."""
+        return SPREAD[self.spread](self, layer, n_layer)
+
+    def slots(self, layer, n_layer, P):
+        """Slots per KV head that a prompt of P tokens takes in a layer."""
+        budget = self.budget_of(layer, n_layer)
+        if self.method == "none" or P <= budget:
+            return P
+        if self.spread in BY_HEAD:  # one head may keep twice what is free
+            budget += budget - self.window - self.sinks
+        return min(P, budget)
+
+
 # The scores of one prompt, or of one sample's response. Every function takes
 #   q (W, nh, hs)   the queries of the last W rows (of all rows for methods in ALL_QUERIES)
 #   k (n, nkv, hs)  the keys to choose from, in time order; both are rotated
@@ -71,8 +89,9 @@ class Eviction:
 #   elsewhere       None, or (nh, W): log-sum-exp of q . k / sqrt(hs) over keys that are not among
 #                   k: the prompt's, where response keys are scored. `attention` takes it
 # and returns finite numbers (nkv, n): the highest stay. It runs under torch.vmap: it cannot see
-# other prompts and must not branch on values; torch's CPU generator is seeded by (seed, layer,
-# step) for it. spread = "adaptive" compares the numbers of the KV heads of a layer.
+# other prompts, must not branch on values nor fill a fresh tensor (stack instead); torch's CPU
+# generator is seeded by (seed, layer, step) for it. spread = "adaptive" compares the numbers of the
+# KV heads of a layer.
 
 def attention(q, k, elsewhere=None):
     """Softmax attention of the last W rows, each of which sees no later key.
@@ -192,7 +211,7 @@ class KVCache:
         B, S, R = len(lengths), len(lengths) * group, max_new_tokens
         like = dict(device=device, dtype=dtype)
         # prompts: slots past what a prompt fills are padding. By layer, as budgets may differ
-        self.slots = [[self.slots_of(layer, P) for P in self.lengths] for layer in range(L)]
+        self.slots = [[eviction.slots(layer, L, P) for P in lengths] for layer in range(L)]
         self.prompt_k = [torch.zeros(B, nkv, max(slots), hs, **like) for slots in self.slots]
         self.prompt_v = [torch.zeros_like(k) for k in self.prompt_k]
         filled = torch.tensor(self.slots, device=device, dtype=torch.int32)         # (L, B)
@@ -212,25 +231,13 @@ class KVCache:
         if eviction.response_budget is not None:
             self.prepare_response_eviction(S, R, like)
 
-    def budget(self, layer):
-        return SPREAD[self.eviction.spread](self.eviction, layer, self.config.n_layer)
-
-    def slots_of(self, layer, P):
-        """Slots per KV head that a prompt of P tokens takes in a layer."""
-        e, budget = self.eviction, self.budget(layer)
-        if e.method == "none" or P <= budget:
-            return P
-        if e.spread in BY_HEAD:
-            budget += budget - e.window - e.sinks
-        return min(P, budget)
-
     def write_prompts(self, which, layer, q, k, v):
         """Compress prompts of one length at one layer. which: their indices, a slice.
         q (n * P, nh, hs), k, v (n * P, nkv, hs): rotated, one prompt after the other."""
         e, P, n = self.eviction, self.lengths[which.start], which.stop - which.start
         q, k, v = (x.unflatten(0, (n, P)) for x in (q, k, v))            # (n, P, heads, hs)
         K, nkv = self.slots[layer][which.start], k.shape[2]
-        if e.method == "none" or P <= self.budget(layer):
+        if e.method == "none" or P <= e.budget_of(layer, self.config.n_layer):
             kept = torch.arange(P, device=k.device).expand(n, nkv, -1)
         else:
             W = P if e.method in ALL_QUERIES else e.window

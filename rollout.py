@@ -19,7 +19,7 @@ import torch
 
 from fast.launch import kernels
 from fast.sampling import sample_triton
-from kvcache import Eviction, KVCache
+from kvcache import Eviction, KVCache, ScoresNotFinite
 from shadow_attn import prepare, shadow_attention
 
 
@@ -215,7 +215,7 @@ def logged(cache, prompts, group, temperature, tokens, logps, stop):
     """Cut what was drawn, (S, R) each, after the first stop token, and add the cache's log."""
     if not cache.finite:
         method = cache.eviction.method
-        raise ValueError(f"eviction method {method!r} gave scores that are not finite")
+        raise ScoresNotFinite(f"eviction method {method!r} gave scores that are not finite")
     (S, R), grid = tokens.shape, (len(prompts), group)
     ends = (tokens[..., None] == stop).any(-1)                            # (S, R)
     lengths = torch.where(ends.any(1), ends.int().argmax(1) + 1, R)       # (S,) with the stop token

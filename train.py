@@ -55,7 +55,7 @@ prompt_tokens = 192      # longest prompt in tokens; 64 .. the model's context
 prompts = 16             # prompts per step; 4 .. 128
 group = 8                # samples per prompt; 2 .. 64, and 1 will do for ppo
 max_new_tokens = 5       # longest response in tokens
-temperature = 1.0        # of the sampler, and of every log-prob; above 0
+temperature = 1.0        # of the sampler and every log-prob; at 0 a group holds one answer G times
 evict = "snapkv"         # none, snapkv, rkv, h2o, recent, random: the names in kvcache.EVICT
 budget = 24              # prompt keys kept per layer and KV head, window and sinks included
 spread = "uniform"       # of the budget over layers and KV heads: uniform, pyramid, adaptive
@@ -321,7 +321,10 @@ def settings(argv):
     ValueError."""
     c = SimpleNamespace(**configure(DEFAULTS, argv, CHOICES, REFUSED))
     check_ranges(c, RANGES)
-    eviction_of(c)
+    eviction_of(c)  # checks itself
+    objective = OBJECTIVES[c.objective]
+    if hasattr(objective, "check"):
+        objective.check(c)
     if c.task not in TASKS and not c.task.endswith(".jsonl"):
         raise ValueError(f"unknown task {c.task!r}: one of {', '.join(TASKS)}, or a .jsonl file")
     if not c.out_dir:
@@ -378,15 +381,18 @@ def introduce(c, folder, net):
     size = sum(p.numel() for p in net.parameters()) / 1e6
     print(f"{folder}: {net.config.arch}, {size:.2f}M parameters, {per_token:,} KV bytes per token")
 
-    keys = c.prompt_tokens if c.evict == "none" else min(c.budget, c.prompt_tokens)  # per prompt
+    L = net.config.n_layer
+    slots = sum(eviction_of(c).slots(layer, L, c.prompt_tokens) for layer in range(L))  # per prompt
+    keys = c.prompt_tokens if c.evict == "none" else min(c.budget, c.prompt_tokens)
+    how = c.evict if c.spread == "uniform" else f"{c.evict}, on average, spread {c.spread}"
     own = c.max_new_tokens - 1  # per sample
     samples = c.prompts * c.group
     dense = samples * (c.prompt_tokens + own) * per_token
     if c.response_budget:
         own = min(own, c.response_budget + c.period)
-    kept = (c.prompts * keys + samples * own) * per_token
+    kept = (c.prompts * slots // L + samples * own) * per_token
     print(f"{c.task}: prompts of up to {c.prompt_tokens} tokens, {keys} keys kept per layer and KV "
-          f"head ({c.evict}); a rollout of {c.prompts} x {c.group} samples holds up to {kept:,} KV "
+          f"head ({how}); a rollout of {c.prompts} x {c.group} samples holds up to {kept:,} KV "
           f"bytes, {dense:,} if each kept all keys")
     if c.objective == "dpo":
         print("a frozen copy of the initial model, the reference, is held beside it")

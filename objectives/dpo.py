@@ -18,14 +18,17 @@ class DPO:
     value = None
 
     def __init__(self, model, settings, initial):
-        c = self.c = settings
+        self.c = settings
+        self.reference = initial()
+
+    @classmethod
+    def check(cls, c):
         if c.group < 2:
             raise ValueError(f"group must be at least 2, got {c.group}: samples of one prompt are "
                              "compared")
         if c.correction != "none":
             raise ValueError(f"correction={c.correction} weighs tokens of the clipped surrogate, "
                              "which objective=dpo does not have")
-        self.reference = initial()
 
     def prepare(self, rollout, rewards, score):
         pairs = best_and_worst(rollout, rewards)

@@ -18,15 +18,14 @@ from grpo import GRPO, token_scale
 
 
 class PPO(GRPO):
+    at_least = 1  # samples per prompt: the value stands in for the group's mean
+
     def __init__(self, model, settings, initial):
         super().__init__(model, settings, initial)
         # trained and kept in the checkpoint, not part of the saved model
         self.value = torch.nn.Linear(model.config.width, 1, device=model.device)
         for p in self.value.parameters():
             torch.nn.init.zeros_(p)
-
-    def check_group(self, at_least):  # the value stands in for the group's mean
-        super().check_group(at_least=1)
 
     def prepare(self, rollout, rewards, score):
         c, mask = self.c, rollout.mask

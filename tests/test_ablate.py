@@ -127,7 +127,9 @@ NAIVE = "config/naive.py"
     (["config/naive.py --out_dir=x"], "--seeds and --out"),
     ([NAIVE, "--resume=True"], "every run gets its own"), (["--table", "--lr=1"], "runs nothing"),
     (["--table", "--seeds=3"], "runs nothing"), (["--table", "other"], "no other"),
-    (["--table"], "no log"),
+    (["--table"], "no log"), ([NAIVE, "--group=1"], "group must be at least 2"),
+    (["config/tis.py --learner=shadow"], "both are one policy"),
+    (["config/dpo.py --correction=tis --learner=dense"], "does not have"),
 ])
 def test_refused_in_one_line(argv, says, tmp_path, monkeypatch):
     monkeypatch.setattr(ablate, "run_all", None)  # nothing may be started

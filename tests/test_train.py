@@ -407,3 +407,26 @@ def test_evaluate():
     few = Eviction("recent", budget=4, window=2, sinks=1)
     narrow = train.evaluate(net, tok, problems, c, eviction=few)
     assert narrow["accept"] < got["accept"]  # control
+
+
+# what is new: spreads of the budget, methods that somebody adds
+
+@pytest.mark.parametrize("spread", SPREAD)
+def test_the_start_promises_what_the_end_keeps(spread, tmp_path, capsys):
+    """The bound of the first lines is what a rollout of prompts as long as allowed takes."""
+    train_here(f"--spread={spread}", "--steps=1", f"--out_dir={tmp_path / 'out'}")
+    printed = capsys.readouterr().out.replace(",", "")
+    bound = int(printed.split("holds up to ")[1].split()[0])
+    kept = int(printed.split("of a rollout: ")[1].split()[0])
+    assert kept == bound
+    assert (spread == "uniform") == ("on average" not in printed)
+
+
+def test_scores_that_are_not_finite_end_a_run_in_one_line(tmp_path, monkeypatch):
+    def broken(q, k, e, elsewhere=None):
+        return torch.full((k.shape[1], len(k)), float("nan"))
+    monkeypatch.setitem(EVICT, "broken", broken)
+    monkeypatch.setitem(train.CHOICES, "evict", list(EVICT))
+    with pytest.raises(SystemExit) as e:
+        train_here("--evict=broken", "--steps=1", f"--out_dir={tmp_path / 'out'}")
+    assert str(e.value) == "error: eviction method 'broken' gave scores that are not finite"
