@@ -107,9 +107,10 @@ def pack(rollout, policies=("dense", "shadow")):
     ids, pos, until = [], [], []
     rows = {p: torch.full((B, G, R), -1, dtype=torch.int64, device=dev) for p in policies}
     first = 0
+    rows_each = (rollout.lengths - 1).sum(1).tolist()  # asked once: each question stalls a card
     for b, prompt in enumerate(rollout.prompts):
-        P, n = len(prompt), rollout.lengths[b] - 1                        # n (G,) rows of a copy
-        own = int(n.sum())
+        P, own = len(prompt), rows_each[b]
+        n = rollout.lengths[b] - 1                                        # (G,) rows of a copy
         end = first + P + len(policies) * own
         dropped_at = end - own if "shadow" in policies else end
         dies = torch.full((L, nkv, end - first), dropped_at, dtype=torch.int32, device=dev)
