@@ -45,6 +45,19 @@ def sample_triton(logits, temperature, seed, t):
 
 
 @jit()
+def gumbel(r):
+    # 32 random bits -> Gumbel noise -log(-log(1 - u)) of u = (r + 0.5) / 2^32, which is never 0 nor
+    # 1: from -3.14 to 22.88. Near both ends the noise is made from the distance to that end, p,
+    # which fp32 holds to seven digits, where u or 1 - u would round to 1
+    r = r.to(tl.int32, bitcast=True)
+    low = r >= 0                                                           # u < 1/2
+    p = (tl.where(low, r, ~r).to(tl.float32) + 0.5) * 2.0 ** -32           # u or 1 - u, (0, 1/2]
+    series = p * (1 + p * (1 / 2 + p * (1 / 3 + p * (1 / 4))))             # -log(1 - p) of small p
+    e = -tl.log(tl.where(low, 1 - p, p))
+    return -tl.log(tl.where(low & (p < 2.0 ** -5), series, e))
+
+
+@jit()
 def consider(x, c, r, m_i, l_i, best, at, x_best, GREEDY: tl.constexpr):
     # one logit x of column c per lane, r: 32 random bits. m_i, l_i: running maximum and sum
     # of exponentials; best: the largest noisy logit, at: its column, x_best: without noise
@@ -52,11 +65,7 @@ def consider(x, c, r, m_i, l_i, best, at, x_best, GREEDY: tl.constexpr):
     l_i = l_i * tl.exp(m_i - m_new) + tl.exp(x - m_new)
     noisy = x
     if not GREEDY:
-        u = (r.to(tl.float32) + 0.5) * 2.0 ** -32                          # (0, 1], fine near 0
-        # the largest noise comes from the smallest exponentials -log(1 - u), where 1 - u
-        # would round to 1
-        e = tl.where(u < 2.0 ** -10, u + 0.5 * u * u, -tl.log(1 - u))
-        noisy = x - tl.log(e)
+        noisy = x + gumbel(r)
     better = noisy > best
     best = tl.where(better, noisy, best)
     at = tl.where(better, c, at)

@@ -9,8 +9,8 @@ import os
 import pytest
 import torch
 
-from fast.launch import triton
-from fast.sampling import sample_triton
+from fast.launch import jit, tl, triton
+from fast.sampling import consider, gumbel, sample_triton
 from rollout import draw_token
 
 CUDA = torch.cuda.is_available()
@@ -97,6 +97,85 @@ def test_far_tail():
     if CUDA:
         assert len(token.unique()) > 1960
         assert abs(token.double().mean().item() - 75_000) < 4 * 43_301 / 2000 ** 0.5
+
+
+@jit()
+def noise_kernel(WORDS, OUT, BLOCK: tl.constexpr):
+    i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    tl.store(OUT + i, gumbel(tl.load(WORDS + i)))
+
+
+@kernel
+def test_noise_of_every_end():
+    """The noise of given random words against fp64: finite and right to 1e-5 for the smallest and
+    the largest, where the formula changes, and in between."""
+    ends = [torch.arange(2**k - 256, 2**k + 256) for k in (27, 31)]
+    some = torch.randint(2**32, (2**12,), generator=torch.Generator().manual_seed(0))
+    words = torch.cat((torch.arange(256), torch.arange(2**32 - 256, 2**32), *ends, some))
+    out = torch.empty(len(words), device=DEVICE)
+    noise_kernel[len(words) // 256,](words.to(DEVICE, torch.uint32), out, BLOCK=256)
+    noise = out.cpu()
+    want = -(-torch.log1p(-(words.double() + 0.5) * 2.0 ** -32)).log()
+    assert (noise - want).abs().max() < 1e-5
+    assert noise.min() >= -3.2 and noise.max() <= 22.9
+    assert noise[0] == noise.max() and noise[511] == noise.min()
+    # the control: u in fp32 is 1 for the largest 128 words, and no logit outweighs that noise
+    u = (words.float() + 0.5) * 2.0 ** -32
+    assert ((-(-torch.log1p(-u)).log()).isinf().nonzero()[:, 0] >= 256 + 128).sum() == 128
+
+
+@jit()
+def duel_kernel(FIRST, SECOND, AT, x, BLOCK: tl.constexpr):
+    # every lane draws one of two columns, of logits x and 0, with the words that it is given
+    i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    zero = tl.zeros((BLOCK,), tl.float32)
+    column = tl.zeros((BLOCK,), tl.int32)
+    m, l, best, at, _ = consider(zero + x, column, tl.load(FIRST + i), zero - 3e38, zero,
+                                 zero - 3e38, column, zero, False)
+    m, l, best, at, _ = consider(zero, column + 1, tl.load(SECOND + i), m, l,
+                                 best, at, zero, False)
+    tl.store(AT + i, at)
+
+
+@kernel
+def test_no_impossible_token_wins(t):
+    """A million draws, by the words most against it among them: what has probability 2e-22 never
+    wins, what has a half does. So do the sampler and the formula that it replaces."""
+    rng = torch.Generator().manual_seed(0)
+    first, second = torch.randint(2**32, (2, 2**20), generator=rng)
+    first[:256] = torch.arange(2**32 - 256, 2**32)  # the least noise for the likely token
+    second[:256] = torch.arange(256)  # the most for the other
+    at = torch.empty(2**20, device=DEVICE, dtype=torch.int32)
+    lanes = 4096 if CUDA else 2**17
+
+    def losses(x):
+        words = (w.to(DEVICE, torch.uint32) for w in (first, second))
+        duel_kernel[2**20 // lanes,](*words, at, x, BLOCK=lanes)
+        return int(at.sum())
+
+    assert losses(50.0) == 0 and abs(losses(0.0) - 2**19) < 4 * 2**9
+
+    n = 2**20 if CUDA else 4
+    row = torch.zeros(16, device=DEVICE)
+    row[0] = 50.0
+    assert (sample_triton(row.expand(n, 16), 1.0, 7, t)[0] == 0).all()
+    rng = torch.Generator(device=DEVICE).manual_seed(0)
+    assert (draw_token(row.expand(2**20, 16), 1.0, rng)[0] == 0).all()
+    row[0] = 0.0
+    assert (sample_triton(row.expand(n, 16), 1.0, 7, t)[0] != 0).any()
+
+
+@kernel
+@pytest.mark.parametrize("wrong", (float("nan"), float("inf")))
+def test_logits_that_are_not_finite_show(wrong, t):
+    """Whatever token comes, its log-prob is no number, so that a rollout can refuse it."""
+    logits = torch.randn(4, 5000, device=DEVICE)
+    logits[1, 4321] = wrong
+    logits[2, 0] = wrong
+    for token, logp in (sample_triton(logits, 1.0, 3, t), sample_triton(logits, 0.0, 3, t),
+                        draw_token(logits, 0.0, None)):
+        assert logp.isfinite().tolist() == [True, False, False, True]
+        assert ((token >= 0) & (token < 5000)).all()
 
 
 @pytest.mark.skipif(
