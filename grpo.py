@@ -23,8 +23,10 @@ the first update after a rollout r is exactly 1, so the loss is 0 by constructio
 others leave the spread of lengths), its gradient is not. train.update adds the distillation term.
 
 Left out on purpose: reward models, entropy bonus, a dual clip, sequence-level ratios (GSPO).
-Departures: tokens that a correction rejects weigh 0 but stay in the loss's denominator (verl takes
-them out of the mask).
+Departures: tokens that a correction rejects weigh 0 but stay in the loss's denominator, which
+shortens the gradient (verl takes them out of the mask). "mis" masks tokens (TRL's default masks
+whole sequences, cap 3). Sparse-RL's weights are those of its code (github.com/lsjia/Sparse-RL),
+their mean over the whole batch (there over each call of the loss).
 
 References (arXiv): GRPO 2402.03300, PPO's clip 1707.06347, DAPO (token mean, clip-higher)
 2503.14476, Dr. GRPO ("constant") 2503.20783, Shadow Mask Distillation 2605.06850, Sparse-RL
@@ -100,21 +102,23 @@ def pack(rollout, policies=("dense", "shadow")):
 
     `pack_by_hand` in tensors, a policy's copies of a whole group at a time. Raises ValueError for a
     log that does not fit."""
-    check_log(rollout, policies)
+    check_policies(policies)
+    lengths = check_log(rollout)
+    kept = kept_slots(rollout)
     policies = [p for p in ("dense", "shadow") if p in policies]
     B, G, R = rollout.tokens.shape
     (L, nkv), dev = rollout.until.shape[:2], rollout.tokens.device
     ids, pos, until = [], [], []
     rows = {p: torch.full((B, G, R), -1, dtype=torch.int64, device=dev) for p in policies}
     first = 0
-    rows_each = (rollout.lengths - 1).sum(1).tolist()  # asked once: each question stalls a card
     for b, prompt in enumerate(rollout.prompts):
-        P, own = len(prompt), rows_each[b]
+        P, own = len(prompt), sum(lengths[b]) - G
         n = rollout.lengths[b] - 1                                        # (G,) rows of a copy
         end = first + P + len(policies) * own
         dropped_at = end - own if "shadow" in policies else end
         dies = torch.full((L, nkv, end - first), dropped_at, dtype=torch.int32, device=dev)
-        keep_alive(dies[:, :, :P], rollout.kept[b], end)
+        lives = torch.full((L * nkv * P,), dropped_at, dtype=torch.int32, device=dev)
+        dies[:, :, :P] = lives.index_fill_(0, kept[b], end).view(L, nkv, P)
         ids.append(torch.tensor(prompt, device=dev))
         pos.append(torch.arange(P, device=dev))
         # sample and token of each row of a policy's copies, (own,) each
@@ -136,34 +140,58 @@ def pack(rollout, policies=("dense", "shadow")):
     return Packed(torch.cat(ids), torch.cat(pos), torch.cat(until, dim=2), rows)
 
 
-def keep_alive(dies, kept, end):
-    """Let the kept keys of a prompt live to `end`, in dies (L, nkv, P). kept: see Rollout."""
-    L, nkv, P = dies.shape
-    if torch.is_tensor(kept):  # all layers and KV heads keep equally many
-        parts = [(dies, kept)]                                            # (L, nkv, P), (L, nkv, K)
-    elif len(kept) == L and all(len(heads) == nkv for heads in kept):
-        parts = [(dies[layer, h], kept[layer][h]) for layer in range(L) for h in range(nkv)]
-    else:
-        raise ValueError(f"kept is not given for {L} layers and {nkv} KV heads")
-    for lives, positions in parts:
-        if positions.shape[:-1] != lives.shape[:-1] or positions.max() >= P:
-            raise ValueError(f"kept is {tuple(positions.shape)} up to {int(positions.max())}, the "
-                             f"prompt has {P} tokens, the log {L} layers and {nkv} KV heads")
-        lives.scatter_(-1, positions, end)
-
-
-def check_log(rollout, policies):
-    """Raise ValueError for unknown policies and for a log that does not fit the rollout."""
-    known = {"dense", "shadow"}
-    if not policies or len(set(policies)) < len(policies) or not set(policies) <= known:
+def check_policies(policies):
+    if (not policies or len(set(policies)) < len(policies)
+            or not set(policies) <= {"dense", "shadow"}):
         raise ValueError(f"policies are 'dense' and 'shadow', each at most once, got {policies!r}")
-    B, G, R = rollout.tokens.shape
-    if len(rollout.prompts) != B or len(rollout.kept) != B or rollout.until.shape[2:] != (B, G, R):
-        raise ValueError(f"the log does not fit {B} prompts x {G} samples x {R} tokens: kept for "
-                         f"{len(rollout.kept)} prompts, until {tuple(rollout.until.shape)}")
-    shortest, longest = int(rollout.lengths.min()), int(rollout.lengths.max())
+
+
+def check_log(rollout):
+    """-> lengths as lists. Raises ValueError for a log that does not fit the rollout."""
+    grid = B, G, R = rollout.tokens.shape
+    shapes = rollout.until.shape[2:], rollout.lengths.shape
+    if (len(rollout.prompts), len(rollout.kept), *shapes) != (B, B, grid, grid[:2]):
+        raise ValueError(f"the log does not fit {B} prompts x {G} samples x {R} tokens: "
+                         f"{len(rollout.prompts)} prompts, kept for {len(rollout.kept)}, until "
+                         f"{tuple(rollout.until.shape)}, lengths {tuple(rollout.lengths.shape)}")
+    if not 0 <= rollout.temperature < float("inf"):
+        raise ValueError(f"temperature must be finite and not negative, got {rollout.temperature}")
+    sizes = [len(prompt) for prompt in rollout.prompts]
+    for b, (P, sampled) in enumerate(zip(sizes, rollout.sizes or sizes)):
+        if P < 1 or P != sampled:
+            raise ValueError(f"prompt {b} has {P} tokens, the one that was sampled from {sampled}")
+    lengths = rollout.lengths.tolist()  # asked once: each question stalls a card
+    shortest, longest = min(map(min, lengths)), max(map(max, lengths))
     if shortest < 1 or longest > R:
         raise ValueError(f"response lengths must be 1 to {R}, got {shortest} to {longest}")
+    return lengths
+
+
+def kept_slots(rollout):
+    """Of each prompt the kept keys' (n,) places in a flattened (L, nkv, P). Raises ValueError for
+    what is not kept by all layers and KV heads, or not in ascending order from 0 to P - 1."""
+    L, nkv = rollout.until.shape[:2]
+    slots, sound = [], []
+    for prompt, kept in zip(rollout.prompts, rollout.kept):
+        if len(kept) != L or any(len(heads) != nkv for heads in kept):
+            raise ValueError(f"kept is not given for {L} layers and {nkv} KV heads")
+        if torch.is_tensor(kept):  # all keep equally many
+            positions, counts = kept.flatten(), kept.shape[2]
+        else:
+            heads = [positions for heads in kept for positions in heads]
+            positions = torch.cat(heads)                                  # (n,)
+            counts = torch.tensor([len(x) for x in heads], device=positions.device)
+        head = torch.arange(L * nkv, device=positions.device).repeat_interleave(
+            counts, output_size=len(positions))                           # (n,)
+        slot = head * len(prompt) + positions
+        inside = (positions >= 0) & (positions < len(prompt))
+        sound.append(inside.all() & (slot.diff() > 0).all())
+        slots.append(slot)
+    for b, good in enumerate(torch.stack(sound).tolist()):  # asked once, before any is used
+        if not good:
+            raise ValueError(f"kept of prompt {b}: positions must be ascending and inside, the "
+                             f"prompt has {len(rollout.prompts[b])} tokens")
+    return slots
 
 
 def replay(model, rollout, policies=("dense", "shadow"), distill_to=None, stats=False,
@@ -186,10 +214,12 @@ def replay(model, rollout, policies=("dense", "shadow"), distill_to=None, stats=
         raise ValueError(f"distill_to={distill_to!r} needs both policies and one of their names, "
                          f"got {policies}")
     packed, mask, c = pack(rollout, policies), rollout.mask, model.config
+    targets = rollout.tokens[mask]                                        # (n,)
     need = (c.n_layer, c.n_kv_head, len(packed.ids))
     if packed.until.shape != need:
         raise ValueError(f"the log holds lifetimes {tuple(packed.until.shape)}, the model needs "
                          f"{need}: (layers, KV heads, rows)")
+    check_tokens(packed.ids, targets, model)
     # one preparation for all layers saves thousands of small launches; of very long rows its lists
     # would be large
     plans = [None] * c.n_layer
@@ -204,13 +234,24 @@ def replay(model, rollout, policies=("dense", "shadow"), distill_to=None, stats=
     # prompt's last row is gathered once per response, and this sums its gradients in a fixed order
     hidden = [hidden[packed.rows[p][mask]] for p in policies]             # (n, C) each
     student = policies.index(distill_to) if distill_to else None
-    out = head_rows(model.head, hidden, rollout.tokens[mask], student=student, stats=stats,
-                    temperature=rollout.temperature or 1.0)
+    out = head_rows(model.head, hidden, targets, student=student, stats=stats,
+                    temperature=rollout.temperature or 1.0, absent=model.absent)
     out.update(zip(policies, out.pop("logp")))
     if value is not None:
         out["value"] = value(widen(hidden[-1]))[:, 0]
     return {name: torch.zeros_like(mask, dtype=x.dtype).masked_scatter(mask, x)
             for name, x in out.items()}
+
+
+def check_tokens(ids, targets, model):
+    """Raise ValueError for ids of which the model has no embedding, or, of targets, no logit."""
+    lowest, highest, least, most = torch.stack((*ids.aminmax(), *targets.aminmax())).tolist()
+    if lowest < 0 or highest >= model.config.vocab_size:
+        raise ValueError(f"the rollout holds token ids {lowest} to {highest}, the vocabulary has "
+                         f"{model.config.vocab_size}")
+    if least < 0 or most >= model.vocab_used:
+        raise ValueError(f"the responses hold token ids {least} to {most}, the model samples ids "
+                         f"below {model.vocab_used}")
 
 
 # From here on pure functions of log-probs, advantages and masks, (B, G, R) unless said otherwise.
@@ -228,13 +269,24 @@ def advantages(rewards, norm="sequence"):
     if rewards.dim() != 2 or rewards.shape[1] < 2:
         raise ValueError("rewards must be (prompts, samples) with at least 2 samples a prompt, got "
                          f"{tuple(rewards.shape)}")
+    check_finite(rewards)
     x = rewards.double()
-    if not x.isfinite().all():
-        raise ValueError(f"{int((~x.isfinite()).sum())} of {x.numel()} rewards are not finite")
     adv = x - x.mean(1, keepdim=True)
     if norm != "constant":
         adv = adv / (x.std(1, keepdim=True) + 1e-4)
     return adv.to(rewards.dtype if rewards.is_floating_point() else torch.float32)
+
+
+def check_rewards(rewards, rollout):
+    """Raise ValueError unless there is one finite number for each response."""
+    same_shape(rollout.lengths, rewards=rewards)
+    check_finite(rewards)
+
+
+def check_finite(rewards):
+    if not rewards.isfinite().all():
+        raise ValueError(f"{int((~rewards.isfinite()).sum())} of {rewards.numel()} rewards are not "
+                         "finite")
 
 
 def check_norm(norm):
@@ -250,6 +302,7 @@ def token_scale(mask, norm="sequence"):
     must not be trimmed to the longest response. Micro-batches take slices of the whole batch's
     scale: gradients then add up to those of the whole batch."""
     check_norm(norm)
+    same_shape(mask, mask=mask)
     weight = mask.float()
     if norm == "sequence":
         responses = mask.numel() / mask.shape[-1]
@@ -276,10 +329,8 @@ def policy_loss(logp, logp_old, adv, mask, clip=0.2, clip_high=None, norm="seque
     gradient the clip cut), ratio, and kl_old (k3 estimate of KL(old || new)). Raises ValueError for
     shapes that would broadcast and an unknown norm."""
     check_norm(norm)
-    check_shapes(logp, mask=mask, logp_old=logp_old, weight=weight, scale=scale)
-    check_shapes(logp if adv.dim() == logp.dim() else logp[..., 0], adv=adv)
-    if mask.dtype != torch.bool:
-        raise ValueError(f"mask must be bool, got {mask.dtype}")
+    same_shape(logp, mask=mask, logp_old=logp_old, weight=weight, scale=scale)
+    same_shape(logp if adv.dim() == logp.dim() else logp[..., 0], adv=adv)
     if scale is None:
         scale = token_scale(mask, norm)
     if logp_old is None:
@@ -301,12 +352,16 @@ def policy_loss(logp, logp_old, adv, mask, clip=0.2, clip_high=None, norm="seque
     return (scale * loss).sum(), stats
 
 
-def check_shapes(like, **tensors):
-    """Raise ValueError for a tensor of another shape: most would broadcast."""
+def same_shape(like, **tensors):
+    """Raise ValueError for a tensor (None: left out) of another shape than like's, most of which
+    would broadcast, and for a mask that is not bool: other numbers would be weights or indices."""
     for name, x in tensors.items():
         if x is not None and x.shape != like.shape:
-            raise ValueError(f"{name} has shape {tuple(x.shape)}, the log-probs need "
-                             f"{tuple(like.shape)}")
+            raise ValueError(f"{name} has shape {tuple(x.shape)}, it must be {tuple(like.shape)} "
+                             "like the others")
+    mask = tensors.get("mask")
+    if mask is not None and mask.dtype != torch.bool:
+        raise ValueError(f"mask must be bool, got {mask.dtype}")
 
 
 def correction(name, logp_old, logp_roll, mask):
@@ -316,7 +371,8 @@ def correction(name, logp_old, logp_roll, mask):
     min(w, 2); "mis" w within [0.5, 2], else 0; "sparse_rl" (2601.10079) min(w, 1.5) over its mean
     over the tokens given, then 0 for w outside [0.5, 1.5] and for whole responses with any
     w < 1e-4. That mean is why the log-probs must be the whole batch's. Raises ValueError for an
-    unknown name."""
+    unknown name and shapes that would broadcast."""
+    same_shape(mask, mask=mask, logp_old=logp_old, logp_roll=logp_roll)
     w = log_ratio(mask, logp_old.detach(), logp_roll).exp() * mask
     if name == "tis":
         return w.clamp(max=2)
@@ -336,7 +392,8 @@ def reference_kl(logp, logp_ref, mask, logp_old=None):
 
     The ratio to the sampling policy (None: exactly 1, as in policy_loss) carries the half of the
     gradient that differentiating k3 alone loses: without it the expected gradient is that of
-    KL(reference || policy)."""
+    KL(reference || policy). Raises ValueError for shapes that would broadcast."""
+    same_shape(logp, logp_ref=logp_ref, mask=mask, logp_old=logp_old)
     if logp_old is None:
         logp_old = logp
     d = log_ratio(mask, logp_ref.detach(), logp)
@@ -377,6 +434,7 @@ class GRPO:
         this model, or another, without gradients. -> the rollout to learn from; batch, tensors of
         which micro-batches take their prompts, "scale" among them; numbers for the log"""
         norm = self.c.norm
+        check_rewards(rewards, rollout)
         batch = dict(adv=advantages(rewards, norm), scale=token_scale(rollout.mask, norm))
         if self.c.correction == "none":  # the learner's log-probs come with the first update
             return rollout, batch, {}

@@ -12,12 +12,16 @@ A method is one function that scores the keys of one prompt (or of one sample's 
 line in EVICT. How the budget is spread over layers and KV heads is a choice of its own (SPREAD).
 
 Departures. SnapKV (arXiv 2404.14469): attention sinks are protected (StreamingLLM, 2309.17453),
-the query heads of a KV head vote together. R-KV (2505.24133): the prompt, shared by its group, is
-compressed once and each response by itself. H2O (2306.14048): one budget for heavy hitters and
-recent keys, of which `window` are recent; attention adds up from `period` queries at a time.
-StreamingLLM: positions are not renumbered. PyramidKV (2406.02069): its line over the layers,
-rounded so that together they keep n_layer x budget. Ada-KV (2407.11550): no KV head keeps more
-than twice the mean of what is free, so that storage stays rectangular.
+the query heads of a KV head vote together, pooling takes the largest (its LongBench settings; its
+class defaults to the average). R-KV (2505.24133): sinks are protected too, the prompt, shared by
+its group, is compressed once and each response by itself; lambda is the paper's 0.1 (its code:
+0.07). H2O (2306.14048): one budget for heavy hitters and recent keys, of which `window` are
+recent, all of them keys that are there (its code's recent budget counts the next token too);
+attention adds up from `period` queries at a time. StreamingLLM: positions are not renumbered, and
+as prompt and response have budgets of their own the prompt's last keys never slide out. PyramidKV
+(2406.02069): its line over the layers, rounded so that together they keep n_layer x budget. Ada-KV
+(2407.11550): no KV head keeps more than twice the mean of what is free, so that storage stays
+rectangular.
 """
 from dataclasses import dataclass
 
@@ -29,8 +33,9 @@ from fast.head import matmul32
 from fast.launch import widen
 
 
-class ScoresNotFinite(ValueError, FloatingPointError):
-    """A method scored NaN or inf: a wrong argument to a caller, a run that diverged to train.py."""
+class NotFinite(ValueError, FloatingPointError):
+    """NaN or inf in a method's scores or in a model's logits: a wrong argument to a caller, a run
+    that diverged to train.py."""
 
 
 @dataclass(frozen=True)
@@ -83,24 +88,32 @@ class Eviction:
 
 
 # The scores of one prompt, or of one sample's response. Every function takes
-#   q (W, nh, hs)   the queries of the last W rows (of all rows for methods in ALL_QUERIES)
+#   q (W, nh, hs)   the queries of the last W rows: at most e.window, or all for ALL_QUERIES
 #   k (n, nkv, hs)  the keys to choose from, in time order; both are rotated
 #   e               the Eviction settings
 #   elsewhere       None, or (nh, W): log-sum-exp of q . k / sqrt(hs) over keys that are not among
-#                   k: the prompt's, where response keys are scored. `attention` takes it
+#                   k: the prompt's, where response keys are scored. `attention` takes it; methods
+#                   in RELATIVE have no use for it
 # and returns finite numbers (nkv, n): the highest stay. It runs under torch.vmap: it cannot see
 # other prompts, must not branch on values nor fill a fresh tensor (stack instead); torch's CPU
 # generator is seeded by (seed, layer, step) for it. spread = "adaptive" compares the numbers of the
 # KV heads of a layer.
 
-def attention(q, k, elsewhere=None):
-    """Softmax attention of the last W rows, each of which sees no later key.
-    -> (nkv, g, W, n) for the g = nh // nkv query heads of each KV head"""
+def logits(q, k):
+    """q . k / sqrt(hs): (nkv, g, W, n) for the g = nh // nkv query heads of each KV head"""
     (W, nh, hs), (n, nkv, _) = q.shape, k.shape
     q = q.view(W, nkv, nh // nkv, hs).permute(1, 2, 0, 3)                 # (nkv, g, W, hs)
     s = matmul32(q.flatten(1, 2), k.permute(1, 2, 0))                     # (nkv, g * W, n)
     s = s.view(nkv, -1, W, n)
     s *= hs ** -0.5
+    return s
+
+
+def attention(q, k, elsewhere=None):
+    """Softmax attention of the last W rows, each of which sees no later key.
+    -> (nkv, g, W, n)"""
+    W, n, nkv = len(q), *k.shape[:2]
+    s = logits(q, k)                                                      # (nkv, g, W, n)
     row = torch.arange(n - W, n, device=q.device)  # of the queries, and of keys some may not see
     s[..., n - W:].masked_fill_(row > row[:, None], float("-inf"))
     if elsewhere is not None:  # one more key, whose share is dropped
@@ -113,17 +126,20 @@ def snapkv(q, k, e, elsewhere=None):
     over them, averaged over the query heads of a KV head, and max-pooled over neighbouring keys,
     so that what belongs together stays together."""
     votes = received(q, k, elsewhere)                                     # (nkv, g, n)
-    votes = votes.mean(1)[:, :len(k) - len(q)]                            # the window stays anyway
+    votes = votes.mean(1)[:, :len(k) - e.window]                          # the window stays anyway
     votes = max_pool(votes, e.pool)
-    return F.pad(votes, (0, len(q)))                                      # (nkv, n)
+    return F.pad(votes, (0, e.window))                                    # (nkv, n)
 
 
 def rkv(q, k, e, elsewhere=None):
-    """0.1 importance - 0.9 redundancy (2505.24133). Importance: attention of the last W queries,
-    averaged over them, the largest of the query heads, max-pooled. Redundancy: softmax over the
-    keys of their `similarity`."""
-    importance = max_pool(received(q, k, elsewhere).amax(1) / len(q), e.pool)  # (nkv, n)
-    return 0.1 * importance - (1 - 0.1) * similarity(k).softmax(-1)
+    """0.1 importance - 0.9 redundancy (2505.24133, as in its code). Importance: for each of the
+    last W queries the softmax over the candidates, all keys before the window, of the largest logit
+    of the query heads; mean over the queries, max-pooled. So attention to anything else has no
+    influence. Redundancy: softmax over all keys of their `similarity`."""
+    n = len(k) - e.window                                                 # candidates
+    importance = max_pool(relative(q, k[:n]), e.pool)                     # (nkv, n)
+    redundancy = similarity(k).softmax(-1)[:, :n]
+    return F.pad(0.1 * importance - (1 - 0.1) * redundancy, (0, e.window))
 
 
 def h2o(q, k, e, elsewhere=None):
@@ -144,6 +160,7 @@ def random(q, k, e, elsewhere=None):
 
 EVICT = {"none": None, "snapkv": snapkv, "rkv": rkv, "h2o": h2o, "recent": recent, "random": random}
 ALL_QUERIES = {"h2o"}  # get the queries of all rows; scores add up from one eviction to the next
+RELATIVE = {"rkv"}  # weigh the scored keys against each other alone: `elsewhere` is never computed
 # score a KV head by itself and draw nothing: prompts may pass as further KV heads, all in one call.
 # It saves launches and changes no score; a new method need not be here
 ALONE = {"snapkv", "rkv", "h2o"}
@@ -338,7 +355,9 @@ class KVCache:
             steps = torch.arange(t - voters, t, device=self.t.device)
             q = self.queries[layer][:, steps % voters]                   # (S, voters, nh, hs)
             k = self.response_k[layer][:, :, :n].transpose(1, 2)         # (S, n, nkv, hs)
-            elsewhere = self.prompt_mass(layer, q)                       # (S, nh, voters)
+            elsewhere = None
+            if e.method not in RELATIVE:
+                elsewhere = self.prompt_mass(layer, q)                   # (S, nh, voters)
             score = self.scores(layer, t, q, k, elsewhere=elsewhere)     # (S, nkv, n)
         if adds_up:
             score = score + F.pad(self.past[layer], (0, e.period))
@@ -410,6 +429,24 @@ def received(q, k, elsewhere=None):
             att = attention(q[lo:hi, mine], k[:seen, h:h + heads], z)
             part = part + F.pad(att.sum(2), (0, n - seen))               # (heads, g, n)
         total.append(part)
+    return torch.cat(total)
+
+
+def relative(q, k):
+    """Softmax over all of k, for each query, of the largest logit of the query heads, averaged over
+    the queries -> (nkv, n)"""
+    (W, nh, _), (n, nkv, _) = q.shape, k.shape
+    g = nh // nkv                                                        # query heads per KV head
+    heads = max(1, SCORE_BYTES // (4 * g * W * n))                       # KV heads at a time
+    rows = max(1, min(W, SCORE_BYTES // (4 * g * n)))                    # and, of one head, queries
+    total = []
+    for h in range(0, nkv, heads):
+        part = 0
+        for lo in range(0, W, rows):
+            some = q[lo:lo + rows, h * g:(h + heads) * g]
+            s = logits(some, k[:, h:h + heads]).amax(1)                  # (heads, rows, n)
+            part = part + s.softmax(-1).sum(1)                           # (heads, n)
+        total.append(part / W)
     return torch.cat(total)
 
 

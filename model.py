@@ -34,7 +34,7 @@ import torch.nn.functional as F
 from torch.utils.checkpoint import checkpoint
 
 from fast import fused
-from fast.head import Head
+from fast.head import Head, leave_out
 from fast.launch import kernels, widen
 
 MLP_ROWS = 2048  # rows of an MLP slice, see in_slices
@@ -334,16 +334,34 @@ class Transformer(nn.Module):
         self.norm = RMSNorm(c.width, c.eps)
         if not c.tied:
             self.lm_head = nn.Linear(c.width, c.vocab_size, bias=False)
-        # embedding tables are padded past the tokenizer (Qwen2.5: 151,936 rows, 151,665 tokens):
-        # whoever knows the tokenizer lowers this, and sampler and learner alike leave the rest out
+        # whoever knows the tokenizer says more, see use_tokens. absent: not among the weights, and
+        # no parameter of the checkpoint, so it is on a real device where they are not yet
         self.vocab_used = c.vocab_size
+        self.absent = torch.zeros(0, dtype=torch.int64, device="cpu")
         self.rope_freq = rope_frequencies(c)  # (hs/2,) fp32
 
     def _apply(self, fn, *args, **kwargs):
         # .to(), .bfloat16(): move the RoPE table, never round it
         super()._apply(fn, *args, **kwargs)
         self.rope_freq = rope_frequencies(self.config).to(self.norm.weight.device)
+        if self.device.type != "meta":
+            self.absent = self.absent.to(self.device)
         return self
+
+    def use_tokens(self, n, absent=()):
+        """Sample and score ids below n only, and none of those in `absent`: sampler and learner
+        alike give the others probability 0.
+
+        Embedding tables are padded past the tokenizer (Qwen2.5: 151,936 rows, 151,665 tokens),
+        and some tokenizers have holes. Raises ValueError for ids that the model does not have."""
+        if not 1 <= n <= self.config.vocab_size:
+            raise ValueError(f"the tokenizer has {n} ids, the model {self.config.vocab_size}")
+        absent = sorted(set(absent))
+        if absent and not 0 <= absent[0] <= absent[-1] < n or len(absent) == n:
+            raise ValueError(f"absent ids must be some of 0 to {n - 1}, got {len(absent)} from "
+                             f"{absent[0]} to {absent[-1]}")
+        self.vocab_used = n
+        self.absent = torch.tensor(absent, dtype=torch.int64, device=self.device)
 
     def forward(self, ids, pos, attend, checkpointing=False):
         """checkpointing: keep one hidden state a layer for the backward pass and compute
@@ -394,7 +412,7 @@ class Transformer(nn.Module):
     def logits(self, hidden):
         """hidden (n, C) -> fp32 logits (n, vocab_used). Few rows at a time: n x V is the
         largest tensor around. The learner, which has many, calls fast.head.head_rows."""
-        return Head.apply(hidden, self.head)
+        return leave_out(Head.apply(hidden, self.head), self.absent)
 
     @property
     def device(self):

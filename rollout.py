@@ -12,6 +12,7 @@ further token; between two replays the cache may evict response keys.
 Left out on purpose: top-p and top-k (they cut the support and bias every ratio), beam search,
 streaming.
 """
+import operator
 from dataclasses import dataclass, field
 from itertools import groupby
 
@@ -19,7 +20,7 @@ import torch
 
 from fast.launch import kernels
 from fast.sampling import sample_triton
-from kvcache import Eviction, KVCache, ScoresNotFinite
+from kvcache import Eviction, KVCache, NotFinite
 from shadow_attn import prepare, shadow_attention
 
 
@@ -29,13 +30,15 @@ class Rollout:
     prompts: list              # B lists of token ids
     tokens: torch.Tensor       # (B, G, R) int64, 0 past each length
     lengths: torch.Tensor      # (B, G) int64, the stop token counted
-    logp_roll: torch.Tensor    # (B, G, R) fp32, the sampler's log-probs, 0 past each length
+    logp_roll: torch.Tensor    # (B, G, R) fp32 (fp64 of a model in fp64), the sampler's log-probs,
+                               # 0 past each length
     temperature: float         # of the sampler; 0: greedy, log-probs at temperature 1
     kept: list                 # of each prompt (L, nkv, K) int64: kept prompt positions, ascending;
                                # lists where K differs; kept[b][layer][head] is (K,) in any case
     until: torch.Tensor        # (L, nkv, B, G, R) int32: step at which a response key dies, or R
     stopped: torch.Tensor      # (B, G) bool: ended by a stop token rather than cut at R
     kv: dict = field(default_factory=dict)  # bytes: kept, dense, dense_shared; see kv_bytes
+    sizes: list = None         # tokens of each prompt when it was sampled, or None: unknown
 
     @property
     def mask(self):
@@ -51,8 +54,12 @@ class Rollout:
         g = samples
         if samples is None:
             g = torch.arange(self.tokens.shape[1], device=b.device)[None]  # (1, G)
+        sizes = None
+        if self.sizes is not None:
+            sizes = [self.sizes[i] for i in chosen]
         return Rollout(
             prompts=[self.prompts[i] for i in chosen], kept=[self.kept[i] for i in chosen],
+            sizes=sizes,
             tokens=self.tokens[b, g], lengths=self.lengths[b, g], stopped=self.stopped[b, g],
             logp_roll=self.logp_roll[b, g], temperature=self.temperature,
             until=self.until[:, :, b, g])
@@ -113,8 +120,12 @@ def prefill_row(model, cache, prompts, first):
     return model.logits(hidden[ends - 1])
 
 
-def check_request(model, prompts, group, max_new_tokens, temperature, prefill_rows):
-    """Raise ValueError, naming the culprit, for a request that cannot be served as asked."""
+def check_request(model, prompts, group, max_new_tokens, temperature, prefill_rows, stop_ids,
+                  seed):
+    """-> prompts, stop_ids as lists of ints. Raises ValueError, naming the culprit, for a request
+    that cannot be served as asked."""
+    if not isinstance(prompts, (list, tuple)):
+        raise ValueError(f"prompts must be a list of lists of token ids, got {prompts!r:.80}")
     if not prompts or group < 1 or max_new_tokens < 1:
         raise ValueError("need at least one prompt, sample and new token: got "
                          f"{len(prompts)}, {group}, {max_new_tokens}")
@@ -122,17 +133,29 @@ def check_request(model, prompts, group, max_new_tokens, temperature, prefill_ro
         raise ValueError(f"temperature must be finite and not negative, got {temperature}")
     if prefill_rows < 1:
         raise ValueError(f"prefill_rows must be at least 1, got {prefill_rows}")
+    if not 0 <= seed < 2**63:
+        raise ValueError(f"seed must be from 0 to 2^63 - 1, got {seed}")
     c = model.config
+    prompts = [token_ids(f"prompt {b}", p, c.vocab_size) for b, p in enumerate(prompts)]
     for b, p in enumerate(prompts):
         if len(p) == 0:
             raise ValueError(f"prompt {b} is empty")
         if len(p) + max_new_tokens > c.max_pos:
             raise ValueError(f"prompt {b} has {len(p)} tokens; with {max_new_tokens} new ones that "
                              f"exceeds the context of {c.max_pos}")
-        for token in (min(p), max(p)):
-            if not 0 <= token < c.vocab_size:
-                raise ValueError(f"prompt {b} holds token id {token}, the vocabulary has "
-                                 f"{c.vocab_size}")
+    return prompts, token_ids("stop_ids", stop_ids, c.vocab_size)
+
+
+def token_ids(name, ids, vocab_size):
+    """ids as a list of ints. Raises ValueError, saying whose they are, if they are none."""
+    try:
+        ids = [operator.index(token) for token in ids]
+    except TypeError:
+        raise ValueError(f"{name} must be a list of token ids, got {ids!r:.80}") from None
+    for token in (min(ids, default=0), max(ids, default=0)):
+        if not 0 <= token < vocab_size:
+            raise ValueError(f"{name} holds token id {token}, the vocabulary has {vocab_size}")
+    return ids
 
 
 def record(step, device):
@@ -158,13 +181,13 @@ def generate(model, prompts, group, max_new_tokens, temperature=1.0, evict="snap
     eviction: kvcache.Eviction, or the most used of its fields one by one; evict is the method.
     stop_ids: a response ends with the first of these, which is part of it; decoding ends when every
     sample has ended. prefill_rows: prompt tokens per prefill pass. Raises ValueError for settings
-    or prompts it cannot serve, and for an eviction method whose scores are not finite."""
+    or prompts it cannot serve, and NotFinite for NaN or inf in logits or an eviction method's
+    scores."""
     if eviction is None:
         eviction = Eviction(method=evict, budget=budget, window=window, sinks=sinks, pool=pool,
                             response_budget=response_budget, period=period)
-    check_request(model, prompts, group, max_new_tokens, temperature=temperature,
-                  prefill_rows=prefill_rows)
-    prompts = [list(p) for p in prompts]
+    prompts, stop_ids = check_request(model, prompts, group, max_new_tokens, temperature,
+                                      prefill_rows=prefill_rows, stop_ids=stop_ids, seed=seed)
     sizes = [len(p) for p in prompts]
     dev, S, R = model.device, len(prompts) * group, max_new_tokens
     cache = KVCache(model.config, lengths=sizes, group=group, max_new_tokens=R, eviction=eviction,
@@ -173,7 +196,7 @@ def generate(model, prompts, group, max_new_tokens, temperature=1.0, evict="snap
     stop = torch.tensor(sorted(stop_ids), device=dev, dtype=torch.int64)
     start = torch.tensor(sizes, device=dev).repeat_interleave(group)      # (S,) first position
     tokens = torch.zeros(S, R, dtype=torch.int64, device=dev)
-    logps = torch.zeros(S, R, dtype=torch.float32, device=dev)
+    logps = torch.zeros(S, R, dtype=torch.promote_types(model.dtype, torch.float32), device=dev)
     new = torch.zeros(S, dtype=torch.int64, device=dev)                   # tokens drawn last
 
     def draw(logits):
@@ -213,17 +236,23 @@ def generate(model, prompts, group, max_new_tokens, temperature=1.0, evict="snap
 
 def logged(cache, prompts, group, temperature, tokens, logps, stop):
     """Cut what was drawn, (S, R) each, after the first stop token, and add the cache's log."""
-    if not cache.finite:
-        method = cache.eviction.method
-        raise ScoresNotFinite(f"eviction method {method!r} gave scores that are not finite")
     (S, R), grid = tokens.shape, (len(prompts), group)
     ends = (tokens[..., None] == stop).any(-1)                            # (S, R)
     lengths = torch.where(ends.any(1), ends.int().argmax(1) + 1, R)       # (S,) with the stop token
     past = torch.arange(R, device=tokens.device) >= lengths[:, None]      # (S, R)
+    logps = logps.masked_fill(past, 0)
+    # asked once and not at every step: NaN or inf among its logits makes a token's log-prob NaN
+    if not logps.isfinite().all():
+        raise NotFinite("the model's logits hold NaN or inf: a weight is not finite, or training "
+                        "diverged")
+    if not cache.finite:
+        method = cache.eviction.method
+        raise NotFinite(f"eviction method {method!r} gave scores that are not finite")
     return Rollout(
         prompts=prompts, temperature=temperature, kept=cache.kept_positions(),
+        sizes=[len(p) for p in prompts],
         tokens=tokens.masked_fill(past, 0).view(*grid, R),
-        logp_roll=logps.masked_fill(past, 0).view(*grid, R),
+        logp_roll=logps.view(*grid, R),
         lengths=lengths.view(grid), stopped=ends.any(1).view(grid),
         until=cache.until.unflatten(1, grid).permute(0, 3, 1, 2, 4).contiguous(),
         kv=kv_bytes(cache, sum(len(p) for p in prompts), group, S * (R - 1)))

@@ -88,6 +88,14 @@ class Head(torch.autograd.Function):
         return grad @ weight, grad.t() @ hidden
 
 
+def leave_out(logits, absent):
+    """logits (n, V), in place: ids that are no token (absent (m,) int64, or None) get so little
+    that their probability is 0, and their log-prob still a number."""
+    if absent is None or not len(absent):
+        return logits
+    return logits.index_fill_(1, absent, -1e30)
+
+
 # ---- what is read off log-probs over the whole vocabulary, (n, V) -> (n,) ----
 
 def log_probs(logits, temperature=1.0):
@@ -128,15 +136,16 @@ def score(logits, targets, temperature=1.0, student=None, stats=False):
 
 # ---- the same in chunks of rows ----
 
-def head_rows(weight, hidden, targets, temperature=1.0, student=None, stats=False):
+def head_rows(weight, hidden, targets, temperature=1.0, student=None, stats=False, absent=None):
     """Score rows under one or two policies that share an output matrix; (n, V) never exists.
 
-    weight (V, C); hidden: a list of (n, C), one per policy; targets (n,) int64 -> dict of fp32:
+    weight (V, C); hidden: a list of (n, C), one per policy; targets (n,) int64; absent: see
+    leave_out -> dict of fp32:
         "logp"     (policies, n): log-probs of targets at the temperature, differentiable
         "kl"       (n,): with student, an index into hidden: KL(student || other policy, detached)
         "entropy"  (n,): with stats: of the last policy, never differentiable
         "accept"   (n,): with stats and two policies: see acceptance_rows; never differentiable"""
-    out = HeadRows.apply(weight, targets, temperature, student, stats, *hidden)
+    out = HeadRows.apply(weight, targets, temperature, student, stats, absent, *hidden)
     return {name: x for name, x in zip(HeadRows.NAMES, out) if x is not None}
 
 
@@ -155,14 +164,15 @@ class HeadRows(torch.autograd.Function):
     NAMES = ("logp", "kl", "entropy", "accept")
 
     @staticmethod
-    def forward(ctx, weight, targets, temperature, student, stats, *hidden):
+    def forward(ctx, weight, targets, temperature, student, stats, absent, *hidden):
         ctx.temperature = temperature
         ctx.student = student
+        ctx.absent = absent
         ctx.save_for_backward(weight, targets, *hidden)
         parts = []
         for rows in chunks(weight, hidden):
             parts.append(score(  # no name for the logits: they must be gone before the next chunk's
-                [matmul32(h[rows], weight.t()) for h in hidden], targets[rows],
+                [leave_out(matmul32(h[rows], weight.t()), absent) for h in hidden], targets[rows],
                 temperature=temperature, student=student, stats=stats))
         out = {name: torch.cat([part[name] for part in parts], dim=-1) for name in parts[0]}
         ctx.mark_non_differentiable(*(out[name] for name in ("entropy", "accept") if name in out))
@@ -175,7 +185,8 @@ class HeadRows(torch.autograd.Function):
         d_hidden = [torch.empty_like(h) for h in hidden]
         d_weight = torch.zeros_like(weight, dtype=d_logp.dtype)  # (V, C) fp32
         for rows in chunks(weight, hidden):
-            logits = [matmul32(h[rows], weight.t()).requires_grad_() for h in hidden]  # (chunk, V)
+            logits = [leave_out(matmul32(h[rows], weight.t()), ctx.absent).requires_grad_()
+                      for h in hidden]                                    # (chunk, V)
             with torch.enable_grad():
                 out = score(
                     logits, targets[rows], temperature=ctx.temperature, student=ctx.student)
@@ -184,8 +195,8 @@ class HeadRows(torch.autograd.Function):
                 grads.append(d_kl[rows])
             d_logits = torch.autograd.grad(list(out.values()), logits, grads)
             for h, d_h, d in zip(hidden, d_hidden, d_logits):
-                d = d.to(weight.dtype)  # (chunk, V)
+                d = d.to(weight.dtype)  # (chunk, V), 0 where a token is absent
                 d_h[rows] = d @ weight
                 add_matmul32(d_weight, d.t(), h[rows])
             del logits, out, d_logits, d  # gone before the next chunk's
-        return d_weight.to(weight.dtype), None, None, None, None, *d_hidden
+        return d_weight.to(weight.dtype), None, None, None, None, None, *d_hidden

@@ -11,7 +11,7 @@ References: DPO 2305.18290, online DPO 2402.04792 (arXiv).
 import torch
 import torch.nn.functional as F
 
-from grpo import token_scale
+from grpo import check_rewards, same_shape, token_scale
 
 
 class DPO:
@@ -49,7 +49,9 @@ def best_and_worst(rollout, rewards):
     first. -> Rollout, G = 2
 
     Prompts whose responses all earned the same have no pair and are left out, so the rollout may
-    hold no prompt at all."""
+    hold no prompt at all. Raises ValueError for rewards that are not finite, or not one for each
+    response."""
+    check_rewards(rewards, rollout)
     differ = rewards.max(1).values > rewards.min(1).values                # (B,)
     pair = torch.stack([rewards.argmax(1), rewards.argmin(1)], 1)         # (B, 2) samples
     return rollout.select(differ.nonzero()[:, 0], pair[differ])
@@ -61,9 +63,11 @@ def dpo_loss(logp, logp_ref, mask, beta=0.1):
 
     logp, logp_ref, mask (B, 2, R), the better response (w) first, the reference without gradient ->
     losses (B,), margins (B,) detached: what stands in the brackets behind beta. What stands past
-    the mask has no influence, NaN included."""
-    if logp.shape[1] != 2:
-        raise ValueError(f"a pair has 2 responses, got {logp.shape[1]}")
+    the mask has no influence, NaN included. Raises ValueError for other shapes."""
+    same_shape(logp, logp_ref=logp_ref, mask=mask)
+    if logp.dim() != 3 or logp.shape[1] != 2:
+        raise ValueError(f"log-probs must be (pairs, 2, R): a pair has 2 responses, got "
+                         f"{logp.shape[1]} in {tuple(logp.shape)}")
     gain = torch.where(mask, logp, 0.0) - torch.where(mask, logp_ref.detach(), 0.0)
     gain = gain.sum(-1)                                                   # (B, 2)
     margin = gain[:, 0] - gain[:, 1]

@@ -14,7 +14,7 @@ References: PPO 1707.06347, GAE 1506.02438 (arXiv); the value's clip: PPO2 in Op
 """
 import torch
 
-from grpo import GRPO, token_scale
+from grpo import GRPO, check_rewards, same_shape, token_scale
 
 
 class PPO(GRPO):
@@ -29,10 +29,11 @@ class PPO(GRPO):
 
     def prepare(self, rollout, rewards, score):
         c, mask = self.c, rollout.mask
+        check_rewards(rewards, rollout)
         out = score(rollout)
         values = out["value"]                                             # (B, G, R)
         last = rollout.lengths[..., None] - 1                             # (B, G, 1)
-        at_end = torch.zeros_like(values).scatter(2, last, rewards[..., None])
+        at_end = torch.zeros_like(values).scatter(2, last, rewards[..., None].to(values))
         adv, returns = gae(at_end, values, mask, gamma=c.gamma, lam=c.lam)
         batch = dict(adv=whiten(adv, mask), scale=token_scale(mask, c.norm), values=values,
                      returns=returns)
@@ -57,7 +58,9 @@ def gae(rewards, values, mask, gamma=1.0, lam=0.95):
         A_t = delta_t + gamma lam A_{t+1},   return_t = A_t + V_t
 
     V_t is the value of the prefix that predicts token t. Past the last token of a response V and A
-    are 0, whatever stands there, and so is what is returned."""
+    are 0, whatever stands there, and so is what is returned. Raises ValueError for shapes that
+    would broadcast, as the functions below do."""
+    same_shape(mask, mask=mask, rewards=rewards, values=values)
     rewards, values = (torch.where(mask, x.detach(), 0.0) for x in (rewards, values))
     adv = torch.zeros_like(values)
     last, after = torch.zeros_like(values[..., 0]), torch.zeros_like(values[..., 0])      # (B, G)
@@ -72,6 +75,7 @@ def gae(rewards, values, mask, gamma=1.0, lam=0.95):
 def whiten(x, mask):
     """x (B, G, R) minus the mean over the mask's tokens, over (std + 1e-4); 0 past the mask. In
     fp64, as advantages are."""
+    same_shape(x, mask=mask)
     some = x[mask].double()                                               # (n,)
     some = (some - some.mean()) / (some.std(correction=min(1, len(some) - 1)) + 1e-4)
     return torch.zeros_like(x).masked_scatter(mask, some.to(x.dtype))
@@ -85,6 +89,7 @@ def value_loss(values, values_old, returns, mask, clip=0.2, scale=None):
 
     values_old: before the first update on the rollout. A value that moved by more than clip towards
     its return has no gradient. What stands past the mask has no influence, NaN included."""
+    same_shape(values, values_old=values_old, returns=returns, mask=mask, scale=scale)
     if scale is None:
         scale = token_scale(mask, "token")
     values = torch.where(mask, values, 0.0)

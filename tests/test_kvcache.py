@@ -2,6 +2,8 @@
 kvcache.py: scores by hand, the properties that every method must have and broken methods that they
 find, spreads of the budget, response keys, storage.
 """
+import json
+import os
 import random
 import weakref
 from dataclasses import replace
@@ -20,6 +22,8 @@ from kvcache import (
     adaptive,
     h2o,
     keep,
+    max_pool,
+    received,
     rkv,
     similarity,
     snapkv,
@@ -130,9 +134,14 @@ def sees_no_future(name):
 
 
 def counts_attention_elsewhere(name):
-    """Queries that look outside the scored keys do not vote: what they ask for cannot matter."""
+    """Queries that look outside the scored keys do not vote: what they ask for cannot matter. Who
+    weighs the scored keys against each other alone must say so, and is never told."""
     q, k = prompts_qk()
     other = q.flip(1)
+    if name in kvcache.RELATIVE:
+        away = torch.full((3, NH, P), 100.0)
+        assert torch.equal(score(name, q, k, away), score(name, q, k))
+        return
     free = (score(name, q, k) - score(name, other, k)).abs().max()
     away = torch.full((3, NH, P), 100.0)
     held = (score(name, q, k, away) - score(name, other, k, away)).abs().max()
@@ -256,6 +265,13 @@ def test_mistakes_that_the_cache_makes_harmless(model, harmless, monkeypatch):
     assert r.until.min() < 20 and gap(model, r) <= 1e-4
 
 
+def test_relative_methods_say_so(monkeypatch):
+    """The control: who reads `elsewhere` and is in RELATIVE is found."""
+    monkeypatch.setitem(EVICT, "votes", votes)
+    monkeypatch.setattr(kvcache, "RELATIVE", {"votes"})
+    assert violated("votes") == {"counts_attention_elsewhere"}
+
+
 def test_prompts_that_pass_as_heads(monkeypatch):
     """Methods that score each KV head by itself get all prompts at once, as further heads. One that
     compares its heads would see the others' there, and is found."""
@@ -319,7 +335,8 @@ def test_snapkv_by_hand():
 
 
 def test_rkv_by_hand():
-    """Of many alike the latest stays; attention decides among the rest."""
+    """Of many alike the latest stays; attention decides among the rest. The last key is the
+    window."""
     k = torch.tensor([[1.0, 0, 0, 0], [0, 1, 0, 0], [0, 1, 0, 0], [0, 0, 1, 0], [0, 0, 0, 1]])
     k = k[:, None]                                              # (5, 1, 4)
     # keys 1 and 2 are alike: each is the latest that is like the other, so neither is counted
@@ -328,18 +345,65 @@ def test_rkv_by_hand():
     k[3] = k[2]
     mean = torch.tensor([[0.0, 2, 1, 0, 0]]) / 5
     assert torch.allclose(similarity(k), mean, atol=1e-6)
-    q = torch.zeros(1, 1, 4)
-    q[0, 0, 0] = 2 * 4.0                                        # looks at key 0
-    attention = torch.tensor([4.0, 0, 0, 0, 0]).softmax(-1)
-    want = 0.1 * attention - 0.9 * mean.softmax(-1)
-    assert torch.allclose(rkv(q, k, E), want, atol=1e-6)
-    attention = torch.tensor([4.0, 0, 0, 0, 0, 3]).softmax(-1)[:5]
-    want = 0.1 * attention - 0.9 * mean.softmax(-1)
-    assert torch.allclose(rkv(q, k, E, torch.tensor([[3.0]])), want, atol=1e-6)
+    q, e = torch.zeros(1, 2, 4), replace(E, window=1)
+    q[0, 0, 0] = q[0, 1, 1] = 2 * 4.0                           # head 0 looks at key 0,
+    q[0, 1, 1] = 2 * 3.0                                        # head 1 at 1, 2, 3: 3 in logits
+    q[0, :, 3] = 2 * 9.0                                        # both at the window
+    attention = torch.tensor([4.0, 3, 3, 3]).softmax(-1)        # of the larger logit, window apart
+    redundancy = 0.9 * mean.softmax(-1)[:, :4]
+    want = F.pad(0.1 * attention - redundancy, (0, 1))
+    assert torch.allclose(rkv(q, k, e), want, atol=1e-6)
     pooled = F.max_pool1d(attention[None], 3, stride=1, padding=1)
-    want = 0.1 * pooled - 0.9 * mean.softmax(-1)
-    got = rkv(q, k, replace(E, pool=3), torch.tensor([[3.0]]))
-    assert torch.allclose(got, want, atol=1e-6)
+    want = F.pad(0.1 * pooled - redundancy, (0, 1))
+    assert torch.allclose(rkv(q, k, replace(e, pool=3)), want, atol=1e-6)
+
+
+def test_rkv_takes_the_largest_logit_and_leaves_the_window_out():
+    """Head 0 looks at key 0 alone, head 1 at key 1 and, as much, at the window's key 2: the largest
+    of the heads' softmaxes keeps key 0, the softmax of the heads' largest logits key 1."""
+    k = torch.eye(4)[:, None] * 2
+    q = torch.tensor([[[5.0, 0, 0, 0], [0, 10, 10, 0]]])
+    e = Eviction("rkv", budget=2, window=1, sinks=0, pool=1)
+    assert keep(rkv(q, k, e), 2, 1, 0).tolist() == [[1, 3]]
+    assert keep(rkv_of_softmaxes(q, k, e), 2, 1, 0).tolist() == [[0, 3]]
+
+
+def rkv_of_softmaxes(q, k, e):
+    """Nearly R-KV: softmax over all keys, then the largest of the query heads."""
+    importance = max_pool(received(q, k).amax(1) / len(q), e.pool)
+    return 0.1 * importance - 0.9 * similarity(k).softmax(-1)
+
+
+def official_tensors(n, nh, nkv, seed):
+    """Queries (n, nh, 16) and keys (n, nkv, 16) in six clusters, from integers: the same bits
+    everywhere."""
+    g = torch.Generator().manual_seed(seed)
+
+    def draw(*shape):
+        return torch.randint(-2**10, 2**10 + 1, (4, *shape), generator=g).sum(0) / 2**10
+
+    centre = draw(6, nkv, 16)
+    k = centre[torch.randint(6, (n,), generator=g)] + draw(n, nkv, 16) * 3 / 4
+    return draw(n, nh, 16) * 2, k
+
+
+def test_same_keys_as_the_official_code():
+    """What R-KV's and SnapKV's own code keeps of seeded tensors, with and without several query
+    heads per KV head."""
+    with open(os.path.join(os.path.dirname(__file__), "official_kept.json")) as f:
+        cases = json.load(f)["cases"]
+    assert {c["nh"] // c["nkv"] for c in cases} == {1, 2, 3, 4}
+    assert {c["pool"] for c in cases} == {1, 7}
+    other, control = 0, 0
+    for c in cases:
+        q, k = official_tensors(c["n"], c["nh"], c["nkv"], c["seed"])
+        e = Eviction(budget=c["budget"], window=c["window"], sinks=0, pool=c["pool"])
+        kept = {f.__name__: keep(f(q[-e.window:], k, e), e.budget, e.window, 0).tolist()
+                for f in (rkv, snapkv, rkv_of_softmaxes)}
+        assert kept["rkv"] == c["rkv"] and kept["snapkv"] == c.get("snapkv", kept["snapkv"])
+        other += kept["snapkv"] != c["rkv"]
+        control += kept["rkv_of_softmaxes"] != c["rkv"]
+    assert sum("snapkv" in c for c in cases) == 4 and other == 8 and control == 7
 
 
 def test_h2o_by_hand():
@@ -390,7 +454,7 @@ def test_heads_vote_for_themselves():
 
 def test_scoring_in_slices_is_the_same(monkeypatch):
     """How many heads, queries and prompts are scored at once changes nothing but rounding."""
-    q, k, z = rows(8, 6, 16), rows(20, 3, 16), rows(6, 8)
+    q, k, z = rows(2, 6, 16), rows(20, 3, 16), rows(6, 2)
     batch, keys = (x[:, -20:] for x in prompts_qk(2))
 
     def all_scores(k, keys):

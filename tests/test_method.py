@@ -38,11 +38,12 @@ def wrong_logs(r):
     """The rollout with one mistake at a time in its log."""
     everything = [torch.arange(len(p)).expand(3, 2, -1) for p in r.prompts]
     yield "all prompt keys are there", replace(r, kept=everything)
-    shifted = [[[(k + 1) % len(p) for k in heads] for heads in layers]
+    shifted = [[[((k + 1) % len(p)).sort().values for k in heads] for heads in layers]
                for layers, p in zip(r.kept, r.prompts)]
     yield "the neighbours of the kept prompt keys are there", replace(r, kept=shifted)
     first = [[k.clone() for k in heads] for heads in r.kept[0]]
     first[0][0][-1] = min(set(range(61)) - set(first[0][0].tolist()))
+    first[0][0] = first[0][0].sort().values
     yield "one prompt key of one KV head is another", replace(r, kept=[first, *r.kept[1:]])
     dead = r.until < 24
     if dead.any():
