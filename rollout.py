@@ -180,14 +180,14 @@ def generate(model, prompts, group, max_new_tokens, temperature=1.0, evict="snap
     prompts: B lists of token ids, ragged. temperature 0 is greedy, for evaluation.
     eviction: kvcache.Eviction, or the most used of its fields one by one; evict is the method.
     stop_ids: a response ends with the first of these, which is part of it; decoding ends when every
-    sample has ended. prefill_rows: prompt tokens per prefill pass. Raises ValueError for settings
-    or prompts it cannot serve, and NotFinite for NaN or inf in logits or an eviction method's
-    scores."""
+    sample has ended. prefill_rows: prompt tokens per prefill pass. Raises ValueError for what it
+    cannot serve, NotFinite for NaN or inf in logits or in an eviction method's scores."""
     if eviction is None:
         eviction = Eviction(method=evict, budget=budget, window=window, sinks=sinks, pool=pool,
                             response_budget=response_budget, period=period)
-    prompts, stop_ids = check_request(model, prompts, group, max_new_tokens, temperature,
-                                      prefill_rows=prefill_rows, stop_ids=stop_ids, seed=seed)
+    prompts, stop_ids = check_request(
+        model, prompts, group, max_new_tokens=max_new_tokens, temperature=temperature,
+        prefill_rows=prefill_rows, stop_ids=stop_ids, seed=seed)
     sizes = [len(p) for p in prompts]
     dev, S, R = model.device, len(prompts) * group, max_new_tokens
     cache = KVCache(model.config, lengths=sizes, group=group, max_new_tokens=R, eviction=eviction,

@@ -34,6 +34,13 @@ def test_dpo_loss_by_hand():
     three = torch.zeros(1, 3, 2)
     with pytest.raises(ValueError, match="2 responses, got 3"):
         dpo_loss(three, three, torch.ones(1, 3, 2, dtype=torch.bool))
+    two, on = torch.zeros(2, 2, 3), torch.ones(2, 2, 3, dtype=torch.bool)
+    for say, args in (("logp_ref has shape", (two, two[:1], on)),
+                      ("mask has shape", (two, two, on[..., :1])),
+                      ("mask must be bool", (two, two, on.long())),
+                      (r"must be \(pairs, 2, R\)", (two[0], two[0], on[0]))):
+        with pytest.raises(ValueError, match=say):
+            dpo_loss(*args)
 
 
 @pytest.mark.parametrize("rewards, chosen, pair", [
@@ -70,6 +77,21 @@ def test_without_a_pair():
     log = train.update(net, opt, objective, r, rewards=rewards, c=c, lr=1e-3)
     assert log["pairs"] == 1
     assert not all(torch.equal(a, b) for a, b in zip(before, net.parameters()))
+
+
+def test_weights_that_are_not_finite_end_the_run():
+    """No pair is a reason to skip the update, NaN is not: it shows while sampling, and as a
+    gradient."""
+    net, ask = toy(), dict(prompts=prompts(61, 40), group=4, max_new_tokens=12, seed=1, **SMALL)
+    r = generate(net, **ask)
+    c, objective, opt = learner(net, initial=toy(seed=5), objective="dpo")
+    net.layers[1].mlp.down_proj.weight.data[0, 0] = NAN
+    with pytest.raises(FloatingPointError, match="logits hold NaN or inf"):
+        generate(net, **ask)
+    rewards = torch.ones(2, 4)
+    rewards[1, 2] = 0.0
+    with pytest.raises(FloatingPointError, match="norm is nan"):
+        train.update(net, opt, objective, r, rewards=rewards, c=c, lr=1e-3)
 
 
 def test_refusals():

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import grpo
-from conftest import SMALL, STOP, gap, logged, prompts, ragged, rel, separate, toy
+from conftest import SMALL, STOP, gap, learner, logged, prompts, ragged, rel, separate, toy
 from fast import head
 from fast.head import kl_rows
 from grpo import (
@@ -54,6 +54,25 @@ def test_equal_rewards_give_zero():
 def test_advantages_refuse(rewards, norm, message):
     with pytest.raises(ValueError, match=message):
         advantages(rewards, norm)
+
+
+@pytest.mark.parametrize("objective", ["grpo", "ppo", "dpo"])
+@pytest.mark.parametrize("rewards, message", [
+    (torch.zeros(2, 2), r"rewards has shape \(2, 2\), it must be \(2, 3\)"),
+    (torch.zeros(2, 4), "rewards has shape"), (torch.zeros(1, 3), "rewards has shape"),
+    (torch.tensor([[1, 0, NAN], [0, 0, 1]]), "1 of 6 rewards are not finite"),
+    (torch.tensor([[1, 0, math.inf], [NAN, 0, 1]]), "2 of 6 rewards")])
+def test_every_objective_takes_a_number_for_each_response(model, objective, rewards, message):
+    r = logged()
+    _, objective, _ = learner(toy(), initial=model, objective=objective)
+
+    def score(rollout, model=model):
+        with torch.no_grad():
+            return replay(model, rollout, ("shadow",), value=objective.value)
+
+    with pytest.raises(ValueError, match=message):
+        objective.prepare(r, rewards, score)
+    objective.prepare(r, torch.tensor([[1, 0, 0.5], [0, 0, 1]]), score)
 
 
 # the surrogate
@@ -166,6 +185,17 @@ def test_shapes_that_would_broadcast_are_refused():
             policy_loss(*args)
     with pytest.raises(ValueError, match="scale has"):
         policy_loss(logp, logp, adv, mask, scale=torch.ones(1, 3, 4))
+    for name in ("tis", "mis", "sparse_rl"):
+        with pytest.raises(ValueError, match=r"logp_roll has shape \(2, 1, 4\), it must"):
+            correction(name, logp, logp[:, :1], mask)
+        with pytest.raises(ValueError, match="mask must be bool, got torch.int64"):
+            correction(name, logp, logp, mask.long())
+    with pytest.raises(ValueError, match="logp_ref has shape"):
+        reference_kl(logp, logp[:1], mask)
+    with pytest.raises(ValueError, match="mask must be bool"):
+        reference_kl(logp, logp, mask.long())
+    with pytest.raises(ValueError, match="mask must be bool"):
+        token_scale(mask.float())
     with pytest.raises(ValueError, match="unknown norm"):
         policy_loss(logp, logp, adv, mask, norm="mean")
 
@@ -313,20 +343,51 @@ def test_pack_of_both_policies(model):
     assert (packed.until[:, :, :P][~evicted] == 48).all()
 
 
+def with_kept(r, head, change):
+    """The rollout with the kept positions of prompt 0, layer 2 and one KV head changed, as lists of
+    different lengths."""
+    kept = [list(heads) for heads in r.kept[0]]
+    kept[2][head] = change(kept[2][head].clone())
+    return replace(r, kept=[kept, *r.kept[1:]])
+
+
 def test_pack_refuses(model):
-    r = generate(model, prompts(40), 2, 4, seed=3, **SMALL)
-    two_layers = [list(r.kept[0][:2])]
-    for say, wrong in (("does not fit", replace(r, kept=r.kept * 2)),
-                       ("does not fit", replace(r, until=r.until[..., :3])),
-                       ("lengths must be 1 to 4, got 5", replace(r, lengths=r.lengths + 1)),
-                       ("lengths must be 1 to 4, got 0", replace(r, lengths=r.lengths - 4)),
-                       ("the prompt has 40 tokens", replace(r, kept=[r.kept[0] + 1])),
-                       ("not given for 3 layers and 2 KV heads", replace(r, kept=two_layers))):
+    r = generate(model, prompts(40, 33), 2, 4, seed=3, **SMALL)
+    two_layers = [list(r.kept[0][:2]), r.kept[1]]
+    longer = [[*p, 1] for p in r.prompts]
+    kept = "kept of prompt 0: positions must be ascending and inside, the prompt has 40 tokens"
+    for say, wrong in (
+            ("does not fit", replace(r, kept=r.kept * 2)),
+            ("does not fit", replace(r, until=r.until[..., :3])),
+            ("does not fit", replace(r, lengths=r.lengths[:, :1])),
+            ("lengths must be 1 to 4, got 4 to 5", replace(r, lengths=r.lengths.clamp(max=3) + 1
+                                                           + torch.eye(2, dtype=torch.int64))),
+            ("lengths must be 1 to 4, got 0", replace(r, lengths=r.lengths - 4)),
+            ("temperature must be finite and not negative, got nan", replace(r, temperature=NAN)),
+            ("not negative, got -1", replace(r, temperature=-1)),
+            ("not negative, got inf", replace(r, temperature=math.inf)),
+            ("prompt 0 has 41 tokens, the one that was sampled from 40",
+             replace(r, prompts=longer)),
+            ("prompt 1 has 34 tokens, the one", replace(r, prompts=[r.prompts[0], longer[1]])),
+            ("prompt 1 has 32 tokens", replace(r, prompts=[r.prompts[0], r.prompts[1][1:]])),
+            ("prompt 0 has 0 tokens", replace(r, prompts=[[], r.prompts[1]], sizes=None)),
+            (kept, replace(r, kept=[r.kept[0] + 1, r.kept[1]])),
+            (kept, replace(r, kept=[r.kept[0] - 1, r.kept[1]])),
+            (kept, replace(r, kept=[r.kept[0].flip(-1), r.kept[1]])),
+            (kept, replace(r, kept=[r.kept[0][..., [0, *range(24)]], r.kept[1]])),
+            (kept, with_kept(r, 1, lambda k: k[[0, 0, 1, 2]])),
+            (kept, with_kept(r, 0, lambda k: k.flip(0))),
+            (kept, with_kept(r, 1, lambda k: k + 1)),
+            ("not given for 3 layers and 2 KV heads", replace(r, kept=two_layers))):
         with pytest.raises(ValueError, match=say):
             pack(wrong)
     for policies in ((), ("sparse",), ("dense", "dense")):
         with pytest.raises(ValueError, match="policies are 'dense' and 'shadow', each at most"):
             pack(r, policies)
+    # what is unusual, and right: other numbers by head, none at all, a log without sizes
+    for other in (with_kept(r, 1, lambda k: k[3:]), with_kept(r, 0, lambda k: k[:0]),
+                  replace(r, sizes=None)):
+        assert torch.equal(pack(other).until, pack_by_hand(other).until)
 
 
 # replay
@@ -523,6 +584,17 @@ def test_replay_refuses():
     for log in (logged(L=2), logged(nkv=1)):
         with pytest.raises(ValueError, match="the model needs"):
             replay(model, log)
+    said = "responses hold token ids 0 to 48, the model samples ids below 48"
+    tokens = r.tokens.clone()
+    tokens[0, 0, 6] = 48  # the last of its response: never fed, but scored; a row of padding
+    tokens[0, 0, 5] = tokens[1, 2, 4] = 0
+    for wrong, message in ((replace(r, tokens=tokens), said),
+                           (replace(r, tokens=tokens - 1), "token ids -1 to"),
+                           (replace(r, prompts=[[50, *p[1:]] for p in r.prompts]), "to 50, the"),
+                           (replace(r, prompts=[[-1, *p[1:]] for p in r.prompts]), "token ids -1")):
+        with pytest.raises(ValueError, match=message):
+            replay(model, wrong)
+    replay(model, replace(r, tokens=torch.where(r.mask, r.tokens, 99)))  # past the end
 
 
 def test_no_grad_replay_is_the_same():

@@ -211,6 +211,33 @@ def test_statistics_have_no_gradient(monkeypatch):
     assert rel(torch.autograd.grad(total, weight)[0], grads[0]) > 1e-4
 
 
+def test_absent_tokens_are_no_tokens(monkeypatch):
+    """Columns left out, by their numbers: what is returned, and all gradients, are those of a head
+    without these rows, whose own gradient is exactly 0."""
+    weight, hidden, targets, coefs = head_case()
+    absent = torch.tensor([0, 41, 96])
+    there = torch.ones(97, dtype=torch.bool).index_fill(0, absent, False)
+    with torch.no_grad():
+        weight[41] *= 100  # by far the largest logits
+    targets = there.nonzero()[:, 0][targets % 94]
+    monkeypatch.setattr(head, "LOGIT_BYTES", 7 * 2 * 97 * 8)
+
+    def run(weight, targets, absent):
+        out = head_rows(weight, hidden, targets, 0.7, student=1, stats=True, absent=absent)
+        return out, torch.autograd.grad(weighted(out, coefs), [weight, *hidden])
+
+    few = weight[there].detach().requires_grad_()
+    want, want_grads = run(few, (there.cumsum(0) - 1)[targets], None)
+    got, got_grads = run(weight, targets, absent)
+    assert all(rel(got[name], want[name]) < 1e-14 for name in want)
+    assert (got_grads[0][absent] == 0).all() and rel(got_grads[0][there], want_grads[0]) < 1e-12
+    assert all(rel(a, b) < 1e-12 for a, b in zip(got_grads[1:], want_grads[1:]))
+    # the controls: left in; none to leave out is nothing done
+    free, free_grads = run(weight, targets, torch.zeros(0, dtype=torch.int64))
+    assert rel(free["logp"], want["logp"]) > 0.1 and free_grads[0][41].abs().max() > 0.1
+    assert torch.equal(free["logp"], run(weight, targets, None)[0]["logp"])
+
+
 class Largest(TorchDispatchMode):
     """elements of the largest tensor that any operation returns, forward and backward"""
     numel = 0

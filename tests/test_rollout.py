@@ -9,6 +9,9 @@ from conftest import SMALL, STOP, gap, largest_tensor, prompts, toy
 from grpo import replay
 from rollout import draw_token, generate
 
+DEVICES = ["cpu"]
+if torch.cuda.is_available():
+    DEVICES.append("cuda")
 needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 OWN = dict(**SMALL, response_budget=10, period=5)
 
@@ -155,10 +158,103 @@ def test_padded_vocabulary():
     net = toy()
     net.embed_tokens.weight.data[48:] *= 30
     free = generate(net, prompts(40), 16, 8, seed=0, **SMALL)
-    net.vocab_used = 48
+    net.use_tokens(48)
     r = generate(net, prompts(40), 16, 8, seed=0, **SMALL)
     assert (free.tokens >= 48).any() and r.tokens.max() < 48
     assert gap(net, r) <= 1e-4
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_absent_tokens(temperature, device):
+    """Ids without a token, however likely: never sampled, outside the learner's support, and no
+    number that is made of them is NaN. The row of the embedding is not trained."""
+    net = toy(tie_word_embeddings=False).to(device)
+    net.lm_head.weight.data[[7, 20]] *= 40
+    ask = dict(prompts=prompts(40, 61), group=8, max_new_tokens=8, temperature=temperature, **SMALL)
+    r = generate(net, **ask)
+    assert torch.isin(r.tokens, torch.tensor([7, 20], device=device)).float().mean() > 0.5
+    net.use_tokens(48, absent=[20, 7])
+    r = generate(net, **ask)
+    assert not torch.isin(r.tokens, torch.tensor([7, 20, 48, 49], device=device)).any()
+    out = replay(net, r, distill_to="dense", stats=True)
+    assert all(x.isfinite().all() for x in out.values())
+    assert (out["shadow"] - r.logp_roll).abs().max() <= 1e-5 + 1e-3 * (device == "cuda")
+    assert 0 < out["entropy"].max() < 48 and 0 < out["accept"][r.mask].min() <= 1.0001
+    (out["shadow"].sum() + out["kl"].sum()).backward()
+    grad = net.lm_head.weight.grad.abs().sum(1)                 # (V,)
+    assert grad.isfinite().all() and (grad == 0).nonzero()[:, 0].tolist() == [7, 20, 48, 49]
+    # the same as a model whose head never had these rows, whatever they hold
+    net.lm_head.weight.data[[7, 20]] = 100.0
+    assert torch.equal(replay(net, r)["shadow"], out["shadow"])
+    net.use_tokens(48)  # the control: in the support they take all of the probability
+    assert gap(net, r) > 1
+
+
+def test_use_tokens(model):
+    """Ids that the model has; what is left out moves with the model."""
+    net = toy()
+    for n, absent, say in ((51, (), "51 ids, the model 50"), (0, (), "0 ids"),
+                           (48, (3, 48), "some of 0 to 47"), (48, (-1,), "some of 0 to 47"),
+                           (3, (0, 1, 2), "some of 0 to 2")):
+        with pytest.raises(ValueError, match=say):
+            net.use_tokens(n, absent)
+    assert net.vocab_used == 50 and len(net.absent) == 0
+    net.use_tokens(48, (5, 3, 5))
+    assert net.absent.tolist() == [3, 5] and net.to(torch.double).absent.dtype == torch.int64
+    logits = net.logits(torch.ones(2, 64, dtype=torch.double))
+    assert logits.shape == (2, 48) and (logits[:, [3, 5]] == -1e30).all()
+    assert (logits.softmax(-1) == 0).nonzero()[:, 1].tolist() == [3, 5, 3, 5]
+
+
+def test_a_model_in_fp64():
+    """Samples as it is scored, to the last digits."""
+    net = toy(dtype=torch.double)
+    r = generate(net, prompts(61, 40), 3, 20, stop_ids=STOP, seed=1, **OWN)
+    assert r.logp_roll.dtype == torch.double and r.until.min() == 15
+    assert gap(net, r) <= 1e-10
+    assert gap(net, replace(r, until=torch.full_like(r.until, 20))) > 1e-2
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("wrong", [torch.nan, torch.inf])
+def test_logits_that_are_not_finite(wrong, device):
+    """No token is drawn from such logits: the rollout ends as a run that diverged."""
+    net = toy().to(device)
+    ask = dict(prompts=prompts(40, 61), group=2, max_new_tokens=8, **SMALL)
+    generate(net, **ask)
+    net.norm.weight.data[3] = wrong
+    for temperature in (0.0, 1.0):
+        with pytest.raises(FloatingPointError, match="logits hold NaN or inf"):
+            generate(net, temperature=temperature, **ask)
+
+
+def test_logits_after_the_end_do_not_count():
+    """NaN from the third step on, in the one sample of two that has ended by then or in the one
+    that has not."""
+    net, ask = toy(), dict(prompts=prompts(40), group=2, max_new_tokens=8, seed=3, **SMALL)
+    free = generate(net, **ask)
+    ended, other = free.tokens[0, :, 0].tolist()
+    assert ended not in free.tokens[0, 1]
+    logits = net.logits
+
+    def broken_in(sample):
+        calls = []
+
+        def broken(hidden):
+            calls.append(hidden)
+            out = logits(hidden)
+            if len(calls) > 3:
+                out[sample] = torch.nan
+            return out
+        return broken
+
+    net.logits = broken_in(0)
+    r = generate(net, stop_ids=[ended], **ask)
+    assert r.lengths.tolist() == [[1, 8]] and torch.equal(r.tokens[0, 1], free.tokens[0, 1])
+    net.logits = broken_in(1)
+    with pytest.raises(ValueError, match="logits hold NaN or inf"):
+        generate(net, stop_ids=[ended], **ask)
 
 
 # refusals
@@ -176,7 +272,21 @@ def test_padded_vocabulary():
     ("token id -1", dict(prompts=[[1, -1]])),
     ("temperature must be finite and not negative, got -1", dict(temperature=-1)),
     ("temperature must be finite and not negative, got nan", dict(temperature=torch.nan)),
+    ("temperature must be finite and not negative, got inf", dict(temperature=torch.inf)),
     ("prefill_rows must be at least 1", dict(prefill_rows=0)),
+    ("prompts must be a list of lists of token ids, got 5", dict(prompts=5)),
+    ("prompts must be a list of lists", dict(prompts="text")),
+    ("prompt 0 must be a list of token ids, got 5", dict(prompts=[5, 6])),
+    ("prompt 0 must be a list of token ids, got 'text'", dict(prompts=["text"])),
+    ("prompt 1 must be a list of token ids", dict(prompts=[[1], [2.0, 3.0]])),
+    ("prompt 0 must be a list of token ids", dict(prompts=[torch.ones(3)])),
+    ("stop_ids holds token id 50", dict(stop_ids=[3, 50])),
+    ("stop_ids holds token id -1", dict(stop_ids=[-1])),
+    ("stop_ids must be a list of token ids, got 3", dict(stop_ids=3)),
+    (r"stop_ids must be a list of token ids, got \[3.5", dict(stop_ids=[3.5])),
+    ("stop_ids must be a list of token ids, got '</s>'", dict(stop_ids="</s>")),
+    ("seed must be from 0 to 2\\^63 - 1, got -1", dict(seed=-1)),
+    ("seed must be from 0", dict(seed=2**63)),
     ("response_budget 8 must be above the window of 8", dict(response_budget=8)),
     ("period 0 at least 1", dict(response_budget=16, period=0)),
     ("evict must name a method", dict(response_budget=16, evict="none")),
@@ -185,6 +295,16 @@ def test_bad_requests(model, say, change):
     ask = {**dict(prompts=prompts(40), group=2, max_new_tokens=4, **SMALL), **change}
     with pytest.raises(ValueError, match=say):
         generate(model, **ask)
+
+
+def test_unusual_requests_that_are_fine(model):
+    """Ids as tensors, the largest seed, stop ids of any order and type."""
+    (prompt,) = prompts(40)
+    ask = dict(group=2, max_new_tokens=8, seed=2**63 - 1, **SMALL)
+    want = generate(model, [prompt], stop_ids=[9, 3], **ask)
+    got = generate(model, (torch.tensor(prompt),), stop_ids={3, torch.tensor(9)}, **ask)
+    assert torch.equal(got.tokens, want.tokens) and got.prompts == want.prompts
+    assert not torch.equal(generate(model, [prompt], **{**ask, "seed": 0}).tokens, want.tokens)
 
 
 # on a GPU
