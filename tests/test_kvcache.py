@@ -327,6 +327,11 @@ def test_snapkv_by_hand():
     want = torch.tensor([[0, 0, 1.0, 1.0, 1.0, 0.5, 0, 0]])
     assert torch.allclose(pooled, want, atol=1e-6)
     assert keep(pooled, 6, 2, 1).tolist() == [[0, 2, 3, 4, 6, 7]]
+    # with fewer queries than the window is long, nothing of the window is pooled out of it either
+    q = torch.zeros(1, 1, hs)
+    q[0, 0, 5] = 50.0
+    e = replace(E, window=4, budget=7, pool=3)
+    assert snapkv(q, k, e).abs().max() < 1e-6 < snapkv(q, k, replace(e, window=2))[0, 4]
     # causal inside the window: query 6 looks for key 7, sees nothing of it, is even over 0..6
     q = torch.zeros(W, 1, hs)
     q[0, 0, 7] = 50.0
