@@ -24,9 +24,9 @@ others leave the spread of lengths), its gradient is not. train.update adds the 
 
 Left out on purpose: reward models, entropy bonus, a dual clip, sequence-level ratios (GSPO).
 Departures: tokens that a correction rejects weigh 0 but stay in the loss's denominator, which
-shortens the gradient (verl takes them out of the mask). "mis" masks tokens (TRL's default masks
-whole sequences, cap 3). Sparse-RL's weights are those of its code (github.com/lsjia/Sparse-RL),
-their mean over the whole batch (there over each call of the loss).
+shortens the gradient (verl and Sparse-RL's code, github.com/lsjia/Sparse-RL, take them out of the
+mask). Sparse-RL's weights are its code's, over their mean in the whole batch (there in each call of
+the loss). "mis" masks tokens (TRL's default masks whole sequences, cap 3).
 
 References (arXiv): GRPO 2402.03300, PPO's clip 1707.06347, DAPO (token mean, clip-higher)
 2503.14476, Dr. GRPO ("constant") 2503.20783, Shadow Mask Distillation 2605.06850, Sparse-RL
