@@ -12,7 +12,7 @@ import shutil
 import signal
 import sys
 import time
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 
 import torch
 
@@ -57,6 +57,22 @@ def write_text(path, text):
         with open(tmp, "w", encoding="utf-8") as f:
             f.write(text)
     write_whole(path, write)
+
+
+def tell(*words, file=None):
+    """Print a line, on stdout or file. What cannot be printed (a closed pipe, a full device, a
+    terminal of other characters) is no reason to stop."""
+    out = file or sys.stdout
+    text = " ".join(map(str, words)) + "\n"
+    try:
+        try:
+            out.write(text)
+        except UnicodeEncodeError:
+            out.write(text.encode("ascii", "backslashreplace").decode())
+        out.flush()
+    except (OSError, ValueError, AttributeError):  # AttributeError: closed at the start, so None
+        with suppress(OSError, ValueError, AttributeError):  # nor at the end, when Python flushes
+            os.dup2(os.open(os.devnull, os.O_WRONLY), out.fileno())
 
 
 def say(text, width=70):
