@@ -14,6 +14,7 @@ its size is bounded, and it must be a file, not a pipe.
 import argparse
 import ast
 import difflib
+import functools
 import io
 import math
 import os
@@ -217,14 +218,20 @@ def help_if_asked(argv, doc, **sources):
 
 
 class Arguments(argparse.ArgumentParser):
-    """argparse, whose errors are one line here and whose --help says the defaults."""
+    """argparse, whose errors are one line here, whose numbers are written as settings are, and
+    whose --help says the defaults."""
 
     def __init__(self, prog, description):
         super().__init__(prog=f"python -m experiments.{prog}", description=description,
                          formatter_class=argparse.ArgumentDefaultsHelpFormatter)
+        for kind in (int, float):
+            self.register("type", kind, functools.partial(self.number, kind()))
+
+    def number(self, default, text):
+        return check("value", parse(text), text, {"value": default})
 
     def error(self, message):
         raise SystemExit(f"error: {' '.join(message.split())} (--help says more)")
 
     def print_help(self, file=None):
-        tell(self.format_help(), file=file)
+        tell(self.format_help(), file)

@@ -21,6 +21,8 @@ try:
 except ImportError:  # Windows: two processes with one out_dir go unnoticed
     fcntl = None
 
+SIGNALS = [getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGHUP")
+           if hasattr(signal, name)]
 HELD = {}  # out_dir -> its file descriptor, open until this process ends
 
 
@@ -59,16 +61,15 @@ def write_text(path, text):
     write_whole(path, write)
 
 
-def tell(*words, file=None):
-    """Print a line, on stdout or file. What cannot be printed (a closed pipe, a full device, a
-    terminal of other characters) is no reason to stop."""
-    out = file or sys.stdout
-    text = " ".join(map(str, words)) + "\n"
+def tell(text, stream=None):
+    """Print a line. What cannot be printed (a closed pipe, a full device, a terminal of other
+    characters) is no reason to stop."""
+    out = stream or sys.stdout
     try:
         try:
-            out.write(text)
+            out.write(text + "\n")
         except UnicodeEncodeError:
-            out.write(text.encode("ascii", "backslashreplace").decode())
+            out.write(text.encode("ascii", "backslashreplace").decode() + "\n")
         out.flush()
     except (OSError, ValueError, AttributeError):  # AttributeError: closed at the start, so None
         with suppress(OSError, ValueError, AttributeError):  # nor at the end, when Python flushes
