@@ -319,7 +319,7 @@ def eviction_of(c):
 def settings(argv):
     """-> namespace of all keys, checked for what can be known before a model is loaded; --help
     ends the program. Raises ValueError."""
-    help_if_asked(argv, __doc__, settings=(__file__, DEFAULTS))
+    help_if_asked(argv, __doc__, ("settings", __file__, DEFAULTS))
     c = SimpleNamespace(**configure(DEFAULTS, argv, CHOICES, REFUSED))
     check_ranges(c, RANGES)
     eviction_of(c)  # checks itself

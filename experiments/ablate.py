@@ -716,8 +716,8 @@ def run_missing(options, texts, common):
 
 
 def main(argv):
-    help_if_asked(argv, __doc__, options=(__file__, OPTIONS),
-                  settings_of_every_run=(train.__file__, train.DEFAULTS))
+    help_if_asked(argv, __doc__, ("options", __file__, OPTIONS),
+                  ("settings of every run", train.__file__, train.DEFAULTS))
     with one_line_errors(ValueError, OSError):
         options, texts, common = parse(argv)
         failed = 0

@@ -73,7 +73,7 @@ from support.configurator import configure, help_if_asked, make_folder, parse
 from support.run import choose_device, one_line_errors, say, tell, write_text
 
 OWN = dict(
-    prompts=8,
+    prompts=8,              # sampled once and resampled by the bootstrap; 2 and more
     lengths="2,4,8,16,32,64,128,256,512",  # tokens; those beyond the model's context are left out
     layers="all",           # gradient by all parameters; last: by those of the last block
     resamples=1000,         # of the bootstrap; 100 and more
@@ -504,8 +504,8 @@ def figure(res, path):
 def settings(argv):
     """-> namespace, list of lengths; --help ends the program. Raises ValueError."""
     others = {key: value for key, value in train.DEFAULTS.items() if key not in OWN}
-    help_if_asked(argv, __doc__, settings=(__file__, OWN),
-                  those_of_train_py=(train.__file__, others))
+    help_if_asked(argv, __doc__, ("settings", __file__, OWN),
+                  ("those of train.py", train.__file__, others))
     argv = ["--figure=True" if arg == "--figure" else arg for arg in argv]
     c = SimpleNamespace(**configure(DEFAULTS, argv, choices=CHOICES, refused=train.REFUSED))
     train.settings([f"--{k}={getattr(c, k)}" for k in train.DEFAULTS])  # its checks

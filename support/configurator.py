@@ -205,15 +205,14 @@ def describe(path, defaults):
     return lines
 
 
-def help_if_asked(argv, doc, **sources):
-    """If argv has -h or --help: print doc and all settings, then exit with 0. sources: title =
-    (path of a .py file, the defaults that it assigns)."""
+def help_if_asked(argv, doc, *sources):
+    """If argv has -h or --help: print doc and all settings, then exit with 0. sources: (title, path
+    of a .py file, the defaults that it assigns)."""
     if "-h" not in argv and "--help" not in argv:
         return
     tell(doc.strip())
-    for title, (path, defaults) in sources.items():
-        tell(f"\n{title.replace('_', ' ')}:")
-        tell("\n".join(describe(path, defaults)))
+    for title, path, defaults in sources:
+        tell("\n".join(["", f"{title}:", *describe(path, defaults)]))
     raise SystemExit(0)
 
 
