@@ -386,12 +386,12 @@ def find_logs(where):
         match = re.fullmatch(r"([^/]+)(?:/(0|[1-9][0-9]*)/log|-(0|[1-9][0-9]*))\.jsonl", path)
         if match:
             seed = int(match[2] or match[3])
-            found.setdefault(match[1], {})[seed] = os.path.join(where, path)
+            found.setdefault(folder(match[1]), {})[seed] = os.path.join(where, path)
     alone, seed = os.path.join(where, "log.jsonl"), read_json(where, "config.json").get("seed", 0)
     if os.path.isfile(alone):
         if type(seed) is not int:
             raise ValueError(f"{where}/config.json: seed must be an int, got {seed!r:.40}")
-        found.setdefault(os.path.basename(os.path.abspath(where)), {})[seed] = alone
+        found.setdefault(folder(os.path.basename(os.path.abspath(where))), {})[seed] = alone
     return found
 
 
