@@ -545,6 +545,7 @@ def run(c, lengths):
     tell(f"{folder}, {c.device}, {c.dtype}; {c.task}: {c.prompts} prompts of up to {longest} "
          f"tokens x {c.group} samples of {lengths[-1]} tokens, temperature {c.temperature}; "
          f"evict {c.evict}, budget {c.budget}; gradients of {c.layers}")
+    make_folder(c.out)
     raw = measure(net, ids, c, lengths)
     measured = net if c.layers == "all" else net.layers[-1]
     return dict(settings=vars(c), lengths=lengths,
@@ -566,7 +567,7 @@ def read_measurement(file):
     with open(file, encoding="utf-8") as f:
         try:
             res = json.load(f)
-        except ValueError as e:
+        except (ValueError, RecursionError) as e:
             raise ValueError(f"{file}: {e}") from None
     if not isinstance(res, dict) or not {"weight", "gradient", "lengths"} <= res.keys():
         raise ValueError(f"{file} holds no measurement of this program")
@@ -589,7 +590,6 @@ def main(argv):
         if c.figure:
             res = read_measurement(file)
         else:
-            make_folder(c.out)
             res = run(c, lengths)
             write_text(file, json.dumps(res))
         tell(tables(res))
