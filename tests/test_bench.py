@@ -211,7 +211,8 @@ def test_refuses_what_it_cannot_do(tmp_path, capsys):
     for args in (["attn", "--shape=tiny"], ["learner", "--quick", "--shape=qwen2.5-1.5b"],
                  ["all", "--quick", "--shape=smollm2-135m"], ["attn", "--quick", f"--out={file}"],
                  ["attn", "--quick", "--out=/proc"], ["attn", "--quick", "--out="], [], ["attm"],
-                 ["attn", "--shape=gpt"], ["attn", "decode"], ["attn", "--bogus"], ["attn", "--out"]):
+                 ["attn", "--shape=gpt"], ["attn", "decode"], ["attn", "--bogus"],
+                 ["attn", "--out"]):
         with pytest.raises(SystemExit, match="^error: [^\n]*$"):
             bench.main(args)
     assert capsys.readouterr().out == ""
