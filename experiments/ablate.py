@@ -42,7 +42,7 @@ from types import SimpleNamespace
 
 import train
 from support.configurator import check_ranges, configure, help_if_asked, make_folder
-from support.run import SIGNALS, hold, one_line_errors, tell, write_text
+from support.run import HELD, SIGNALS, hold, one_line_errors, tell, write_text
 
 ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 TRAIN = os.path.join(ROOT, "train.py")
@@ -81,8 +81,7 @@ def parse(argv):
     if options.table and (common or not all(re.match("--(table|out|keep)=", arg) for arg in own)):
         raise ValueError("--table runs nothing: it takes --out, --keep and names of arms")
     if not (arms or options.table):
-        raise ValueError("no arm: name a config file, or say --table for what is there "
-                         "(--help says more)")
+        raise ValueError("no arm: name a config file, or say --table (--help says more)")
     return options, arms, common
 
 
@@ -239,6 +238,15 @@ def decide(path, c):
     return "--resume=True" if has("ckpt.pt") else "--overwrite=True"
 
 
+def check_unused(path):
+    """Raise ValueError while a run is at path: it may be saving what would then be thrown away."""
+    if os.path.isdir(path):
+        hold(path)
+        lock = HELD.pop(os.path.realpath(path), None)  # the run that comes needs it
+        if lock is not None:
+            os.close(lock)
+
+
 def cards():
     """The cards as CUDA_VISIBLE_DEVICES names them."""
     import torch
@@ -276,9 +284,8 @@ def bound_to(parent):
 def report(name, path, code, seconds, stopped):
     """-> one line about a run that is over, what it reached or the last thing it said; is it
     finished?"""
-    how, after = "failed", f"after {seconds / 60:.1f} min"
-    if code and stopped:
-        how = "stopped"
+    how = "stopped" if code and stopped else "failed"
+    after = f"after {seconds / 60:.1f} min"
     try:
         log = [] if code else read(os.path.join(path, "log.jsonl"))
         if ended(log):
@@ -297,7 +304,8 @@ def run_all(todo, jobs, threads):
     """Run (name, out_dir, arguments) of todo, `jobs` at a time. -> how many did not finish. A
     signal goes on to every run; when all have saved: exit code 128 + signal."""
     waiting, working, devices = todo[::-1], {}, cards()
-    done, failed, signals, heard = 0, 0, [], 0
+    done, failed = 0, 0
+    signals, heard = [], 0
 
     def hear(signum, frame):
         if not signals or signum != getattr(signal, "SIGHUP", None):
@@ -387,8 +395,9 @@ def find_logs(where):
         if match:
             seed = int(match[2] or match[3])
             found.setdefault(folder(match[1]), {})[seed] = os.path.join(where, path)
-    alone, seed = os.path.join(where, "log.jsonl"), read_json(where, "config.json").get("seed", 0)
+    alone = os.path.join(where, "log.jsonl")
     if os.path.isfile(alone):
+        seed = read_json(where, "config.json").get("seed", 0)
         if type(seed) is not int:
             raise ValueError(f"{where}/config.json: seed must be an int, got {seed!r:.40}")
         found.setdefault(folder(os.path.basename(os.path.abspath(where))), {})[seed] = alone
@@ -702,6 +711,7 @@ def run_missing(options, texts, common):
     for seed in range(options.seeds):  # seed by seed: after a round every arm has one to show
         for name, a in arms.items():
             path = os.path.join(out, folder(name), str(seed))
+            check_unused(path)
             need = decide(path, configs[name])
             if need:
                 args = [*shlex.split(a["args"]), f"--seed={seed}", f"--out_dir={path}", need]
