@@ -5,8 +5,8 @@ given; what --help says of them.
 The idea is nanoGPT's: a config file is Python that assigns names, a command line overrides
 one name at a time. Its holes are mended: an unknown key is an error that names the nearest
 one, and a value must have the type of its default (an int will do for a float). A number is
-written in plain decimal digits (12, -0.5, 1e-3), else it is text. A setting is described
-once, by the comment beside its default; --help reads it there.
+written in plain decimal digits (12, -0.5, 1e-3), else it is text; it must be finite and fit
+64 bits. A setting is described once, by the comment beside its default; --help reads it there.
 
 Left out: limits on what a config file does. It is a program and may do all that one can; only
 its size is bounded, and it must be a file, not a pipe.
@@ -26,7 +26,7 @@ from types import ModuleType
 from support.run import tell
 
 LARGEST = 1_000_000  # bytes of a config file
-NUMBER = re.compile(r"[+-]?(\d+\.?\d*|\.\d+)([eE][+-]?\d+)?", re.ASCII)
+NUMBER = re.compile(r"[+-]?((\d+\.?\d*|\.\d+)([eE][+-]?\d+)?|inf|nan)", re.ASCII)
 CONTROL = re.compile(r"[\0-\x1f\x7f-\x9f]")
 
 

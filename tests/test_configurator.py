@@ -79,7 +79,7 @@ def test_numbers_are_written_in_plain_decimal():
                "1e-3": 1e-3, "1E3": 1e3, "9" * 30: int("9" * 30)}
     for text, value in numbers.items():
         assert (parse(text), type(parse(text))) == (value, type(value))
-    for text in ("1_000", " 5", "5 ", "5\n", "0x10", "inf", "nan", "1e", "\u0665", "\uff15", "",
+    for text in ("1_000", " 5", "5 ", "5\n", "0x10", "Infinity", "1e", "\u0665", "\uff15", "",
                  "1,5", "--5", "e3", "."):
         assert parse(text) == text
     assert (parse("True"), parse("false"), parse("TRUE")) == (True, False, "TRUE")
@@ -88,7 +88,8 @@ def test_numbers_are_written_in_plain_decimal():
 @pytest.mark.parametrize("arg, says", [
     ("--steps=1_000", "steps expects int, got str '1_000'"), ("--steps= 5", "expects int"),
     ("--steps=\u0665", "expects int"), ("--steps=1e3", "expects int, got float 1000.0"),
-    ("--lr=0x10", "expects float, got str"), ("--lr=inf", "expects float, got str 'inf'"),
+    ("--lr=0x10", "expects float, got str"), ("--lr=inf", "finite number, got inf"),
+    ("--lr=nan", "finite number, got nan"), ("--steps=inf", "expects int, got float inf"),
     ("--lr=1e400", "lr must be a finite number, got inf"), ("--lr=-1e400", "got -inf"),
     ("--lr=" + "9" * 400, "lr does not fit 64 bits"), ("--lr=" + "9" * 5000, "finite number"),
     ("--resume=1", "expects bool, got int 1"), ("--task=a\nb", "task holds a control character"),
