@@ -32,7 +32,7 @@ from model import Transformer, find_checkpoint
 from objectives.dpo import DPO
 from objectives.ppo import PPO
 from rollout import generate
-from support.configurator import check_ranges, configure
+from support.configurator import check_ranges, configure, help_if_asked
 from support.optimizer import Masters
 from support.run import Metrics, Run, choose_device, one_line_errors, say
 
@@ -317,8 +317,9 @@ def eviction_of(c):
 
 
 def settings(argv):
-    """-> namespace of all keys, checked for what can be known before a model is loaded. Raises
-    ValueError."""
+    """-> namespace of all keys, checked for what can be known before a model is loaded; --help
+    ends the program. Raises ValueError."""
+    help_if_asked(argv, __doc__, ("settings", __file__, DEFAULTS))
     c = SimpleNamespace(**configure(DEFAULTS, argv, CHOICES, REFUSED))
     check_ranges(c, RANGES)
     eviction_of(c)  # checks itself

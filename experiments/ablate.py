@@ -5,30 +5,29 @@ Several arms, several seeds each, then one table and one figure.
     python -m experiments.ablate config/smollm2.py+config/naive.py
     python -m experiments.ablate "config/shadow.py --budget=32" config/shadow.py
     python -m experiments.ablate --table --out=out-ablate shadow naive
-
-    --seeds=3           seeds 0, 1, 2        --out=out-ablate   a run is OUT/ARM/SEED, its print
-    --jobs=1            runs at a time                          OUT/ARM/SEED/train.log
-    --threads=1         of each run          --keep=FOLDER      also copy the logs there, small,
-                                                                as ARM-SEED.jsonl
+    python -m experiments.ablate --table --out=out      # one run of train.py
 
 An arm is a config file, or several joined by +, named after the last; options in the same
 quotes are its own and part of its name ("shadow budget=32"). All other --key=value are for
-every arm and go to train.py. --table only makes table and figure, from what is there.
+every arm and go to train.py; --help lists them.
 
 The idea. One process of train.py per run, so that a run that fails takes no other with it
 and can be repeated by hand. What was finished is never run again and what was begun goes
-on: after Ctrl-C, or with more seeds, say the same command. On GPUs each of the `jobs`
-workers has a card; with more jobs than cards they share, and minutes are then no measure of
-speed. A finished run needs only log.jsonl and config.json: ckpt.pt and model/ may be
-deleted.
+on: after an interrupt, or with more seeds, say the same command. Ctrl-C, SIGTERM and SIGHUP
+go on to every run, which saves; on Linux they also do when this program is killed. On GPUs
+each of the `jobs` workers has a card; with more jobs than cards they share, and minutes are
+then no measure of speed. A finished run needs only log.jsonl and config.json: ckpt.pt and
+model/ may be deleted.
 
 Table and figure see a log only after `compact`, which keeps what they need at 6 significant
 digits; that is also what --keep writes, so kept logs give the same table. Runs that did not
 end count nowhere and are named under the table.
 
 Left out on purpose: several machines, tests of significance (with few seeds look at the
-worst one).
+worst one); where there is no Linux, runs outlive this program if it is killed.
 """
+import ctypes
+import glob
 import json
 import os
 import re
@@ -39,11 +38,24 @@ import subprocess
 import sys
 import time
 from statistics import fmean
+from types import SimpleNamespace
+
+import train
+from support.configurator import check_ranges, configure, help_if_asked, make_folder
+from support.run import HELD, SIGNALS, hold, one_line_errors, tell, write_text
 
 ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 TRAIN = os.path.join(ROOT, "train.py")
 LAST = 10  # steps over which noisy numbers are averaged
-OPTIONS = dict(seeds=3, jobs=1, threads=1, out="out-ablate", keep="", table=False)
+OPTIONS = dict(
+    seeds=3,           # seeds 0, 1, 2
+    jobs=1,            # runs at a time
+    threads=1,         # of each run
+    out="out-ablate",  # a run is OUT/ARM/SEED, what it prints OUT/ARM/SEED/train.log
+    keep="",           # a folder; logs are also copied there, small, as ARM-SEED.jsonl
+    table=False,       # --table: no runs, only table and figure of what is there
+)
+RANGES = dict(seeds=(1, 1000), jobs=(1, 1000), threads=(1, 1000))
 # what decides the rewards before training, the second line only where keys are evicted
 START = ("model", "task", "prompt_tokens", "max_new_tokens", "eval_problems", "evict")
 START_EVICT = ("budget", "spread", "window", "sinks", "pool", "response_budget", "period")
@@ -52,39 +64,25 @@ START_EVICT = ("budget", "spread", "window", "sinks", "pool", "response_budget",
 # the command line
 
 def parse(argv):
-    """-> own options, arms as they were written, --key=value for train.py. Raises
-    ValueError."""
-    options, arms, common, given = dict(OPTIONS), [], [], set()
+    """-> namespace of own options, arms as they were written, --key=value for train.py.
+    Raises ValueError."""
+    own, arms, common = [], [], []
     for arg in argv:
-        key, _, value = arg[2:].partition("=")
         if not arg.startswith("--"):
             arms.append(arg)
-        elif arg == "--table":
-            options["table"] = True
-        elif key not in options:
-            common.append(arg)
+        elif arg[2:].partition("=")[0] in OPTIONS:
+            own.append("--table=True" if arg == "--table" else arg)
         else:
-            options[key] = own_option(arg, key, value)
-            given.add(key)
-    if options["table"] and (common or given - {"out", "keep"}):
+            common.append(arg)
+    options = SimpleNamespace(**configure(OPTIONS, own))
+    check_ranges(options, RANGES)
+    if not options.out:
+        raise ValueError("write --out=FOLDER")
+    if options.table and (common or not all(re.match("--(table|out|keep)=", arg) for arg in own)):
         raise ValueError("--table runs nothing: it takes --out, --keep and names of arms")
-    if not (arms or options["table"]):
-        raise ValueError("no arm: name a config file, or say --table for what is there "
-                         "(--help says more)")
+    if not (arms or options.table):
+        raise ValueError("no arm: name a config file, or say --table (--help says more)")
     return options, arms, common
-
-
-def own_option(arg, key, value):
-    """The value of an option of this program, an int or a folder."""
-    if key == "table":
-        raise ValueError(f"{arg}: write --table")
-    if isinstance(OPTIONS[key], str):
-        if not value:
-            raise ValueError(f"{arg}: write --{key}=FOLDER")
-        return value
-    if not value.isdecimal() or int(value) == 0:
-        raise ValueError(f"{arg}: write --{key}=N, a whole number from 1")
-    return int(value)
 
 
 def parse_arm(text):
@@ -102,6 +100,8 @@ def parse_arm(text):
     for option in options:
         key, _, value = option[2:].partition("=")
         name.append(f"{key}={os.path.basename(value)}")
+    if not name[0].strip("."):
+        raise ValueError(f"arm {text!r}: {files[-1]} gives no name to a folder")
     return " ".join(name), files, options
 
 
@@ -112,16 +112,16 @@ def folder(name):
 def request(texts, common, seeds):
     """Check every arm as train.py would, before anything runs.
     -> {name: what settings.json holds}, {name: settings}. Raises ValueError."""
-    import train  # not at the head: it brings torch, which a table does not need
     arms, configs = {}, {}
     for name, files, options in map(parse_arm, texts):
         if name in arms:
             raise ValueError(f"two arms are named {name!r}: give one a config file of its own")
-        for arg in common + options:
-            if arg[2:].partition("=")[0] in ("seed", "out_dir", "resume", "overwrite"):
-                raise ValueError(f"{arg}: every run gets its own, from --seeds and --out")
         args = files + common + options
         c = configs[name] = train.settings(args)
+        for key in ("seed", "out_dir", "resume", "overwrite"):  # the last two in a config file too
+            if getattr(c, key) is True or any(arg.startswith(f"--{key}=") for arg in args):
+                raise ValueError(f"arm {name!r}: {key}: every run gets its own, from --seeds and "
+                                 "--out")
         arms[name] = dict(args=shlex.join(args), seeds=list(range(seeds)), steps=c.steps,
                           start=start_of(c))
     return arms, configs
@@ -136,16 +136,45 @@ def start_of(c):
 # running
 
 def read(path):
-    """A log -> its rows. Raises ValueError."""
-    with open(path, encoding="utf-8") as f:
-        lines = [line for line in f if line.endswith("\n")]  # a kill may leave half a line
-    try:
-        rows = [json.loads(line) for line in lines]
-    except ValueError as e:
-        raise ValueError(f"{path}: {e}") from None
-    if not all(isinstance(r, dict) and "step" in r for r in rows):
-        raise ValueError(f"{path} is not a log of train.py")
+    """A log -> its rows, of whole lines: a kill may leave half a one. Raises ValueError, naming
+    the line, for what train.py does not write: anything but JSON objects of finite numbers in
+    the order of steps, an evaluation before the step of its number."""
+    rows, place = [], (-1, False)
+    with open(path, "rb") as f:
+        lines = [line for line in f if line.endswith(b"\n")]
+    for number, line in enumerate(lines, 1):
+        try:
+            row = json.loads(line)
+            check_row(row)
+            before, place = place, (row["step"], "reward" in row)
+            if place <= before:
+                raise ValueError(f"step {row['step']} is out of order")
+        except (ValueError, RecursionError) as e:
+            raise ValueError(f"{path}, line {number}: {e}") from None
+        rows.append(row)
+    steps = [r for r in rows if "reward" in r]
+    if steps and not all(steps[-1].get(key, 0) > 0 for key in KV):
+        raise ValueError(f"{path}: the last step has no {', '.join(KV)} above 0")
     return rows
+
+
+def check_row(row):
+    """Raise ValueError if the row of a log, old or new, full or compact, cannot be counted."""
+    if not isinstance(row, dict):
+        raise ValueError("not an object of train.py's log")
+    for key in KEPT[1:] + KV + ("peak_gb", "rollout_s", "learn_s"):
+        x = row.get(key, 0)
+        if type(x) not in (int, float) or not abs(x) < 1e300:  # nor NaN
+            raise ValueError(f"{key} must be a finite number, got {x!r:.40}")
+    if type(row.get("step")) is not int or row["step"] < 0:
+        raise ValueError(f"step must be a whole number from 0, got {row.get('step')!r:.40}")
+    kind, need = "eval", ("eval_compressed", "eval_dense")
+    if "reward" in row:
+        kind, need = "step", ("seconds",) if "seconds" in row else ("rollout_s", "learn_s")
+    if row.get("kind", kind) != kind:  # old logs do not name it
+        raise ValueError(f"kind must be step with a reward, eval without, got {row['kind']!r:.40}")
+    if not row.keys() >= {*need}:
+        raise ValueError(f"a row of kind {kind} needs {', '.join(need)}")
 
 
 def read_json(*path):
@@ -156,7 +185,7 @@ def read_json(*path):
     with open(path, encoding="utf-8") as f:
         try:
             found = json.load(f)
-        except ValueError as e:
+        except (ValueError, RecursionError) as e:
             raise ValueError(f"{path}: {e}") from None
     if not isinstance(found, dict):
         raise ValueError(f"{path} holds no settings")
@@ -166,17 +195,22 @@ def read_json(*path):
 def recorded(where):
     """What settings.json says: {name of an arm: its arguments, seeds, steps}."""
     arms = read_json(where, "settings.json")
-    for a in arms.values():
-        if not isinstance(a, dict) or not {"args", "seeds", "steps"} <= a.keys():
-            raise ValueError(f"{os.path.join(where, 'settings.json')} holds no settings")
+    for name, a in arms.items():
+        if not (isinstance(a, dict) and type(a.get("args")) is type(a.get("start", "")) is str
+                and type(a.get("steps", "")) in (int, type(None)) and type(a.get("seeds")) is list
+                and all(type(seed) is int for seed in a["seeds"])):
+            raise ValueError(f"{os.path.join(where, 'settings.json')}: {name!r} needs args (text), "
+                             "seeds (a list of ints), steps (an int or null), start (text)")
     return arms
 
 
 def ended(log, steps=None):
-    """Does the log hold every step once, in order, and end with the evaluation after the
-    last?"""
+    """Does the log hold every step once, in order, begin with the evaluation before the first
+    and end with the one after the last?"""
     done = [r["step"] for r in log if "reward" in r]
-    if not done or "eval_dense" not in log[-1] or done != list(range(log[-1]["step"])):
+    if not done or "reward" in log[0] or "reward" in log[-1]:
+        return False
+    if done != list(range(log[-1]["step"])):
         return False
     return not steps or len(done) == steps
 
@@ -185,8 +219,6 @@ def decide(path, c):
     """What the run at path needs: None, "--resume=True" or "--overwrite=True". Raises
     ValueError if what it holds is another run; train.py would say so too, but is not asked
     about a finished one."""
-    import train
-
     def has(name):
         return os.path.exists(os.path.join(path, name))
 
@@ -206,6 +238,15 @@ def decide(path, c):
     return "--resume=True" if has("ckpt.pt") else "--overwrite=True"
 
 
+def check_unused(path):
+    """Raise ValueError while a run is at path: it may be saving what would then be thrown away."""
+    if os.path.isdir(path):
+        hold(path)
+        lock = HELD.pop(os.path.realpath(path), None)  # the run that comes needs it
+        if lock is not None:
+            os.close(lock)
+
+
 def cards():
     """The cards as CUDA_VISIBLE_DEVICES names them."""
     import torch
@@ -221,70 +262,100 @@ def launch(path, args, threads, card):
     with open(os.path.join(path, "train.log"), "ab" if "--resume=True" in args else "wb") as log:
         # a process group of its own: Ctrl-C in a terminal reaches only us and is passed on
         # once; twice would make a child quit unsaved
-        return subprocess.Popen([sys.executable, TRAIN, *args], stdin=subprocess.DEVNULL,
-                                stdout=log, stderr=log, env=env, start_new_session=True)
+        return subprocess.Popen(
+            [sys.executable, TRAIN, *args], stdin=subprocess.DEVNULL, stdout=log, stderr=log,
+            env=env, start_new_session=True, preexec_fn=bound_to(os.getpid()))
+
+
+def bound_to(parent):
+    """What a new process calls to get SIGTERM, on which train.py saves, when its parent is gone,
+    be it by SIGKILL. None where there is no Linux."""
+    if sys.platform != "linux":
+        return None
+    prctl = ctypes.CDLL(None).prctl  # looked up here: after the fork nothing should be loaded
+
+    def ask():
+        prctl(1, int(signal.SIGTERM))  # PR_SET_PDEATHSIG
+        if os.getppid() != parent:     # it went before it could be asked
+            os._exit(1)
+    return ask
 
 
 def report(name, path, code, seconds, stopped):
-    """One line about a run that is over: what it reached, or the last thing it said."""
-    how = "ended"
-    if code:
-        how = "stopped" if stopped else "failed"
-    text = f"{name}: {how} after {seconds / 60:.1f} min"
-    if code:
+    """-> one line about a run that is over, what it reached or the last thing it said; is it
+    finished?"""
+    how = "stopped" if code and stopped else "failed"
+    after = f"after {seconds / 60:.1f} min"
+    try:
+        log = [] if code else read(os.path.join(path, "log.jsonl"))
+        if ended(log):
+            compressed, dense = log[-1]["eval_compressed"], log[-1]["eval_dense"]
+            return (f"{name}: ended {after}, held-out reward: compressed cache {compressed:.3f}, "
+                    f"dense cache {dense:.3f}"), True
         with open(os.path.join(path, "train.log"), encoding="utf-8", errors="replace") as f:
             said = [line for line in f.read().splitlines() if line.strip()] or ["it said nothing"]
-        return f"{text}: {said[-1]} (exit code {code}, {path}/train.log)"
-    e = read(os.path.join(path, "log.jsonl"))[-1]
-    return (f"{text}, held-out reward: compressed cache {e['eval_compressed']:.3f}, "
-            f"dense cache {e['eval_dense']:.3f}")
+        why = said[-1]
+    except (OSError, ValueError) as e:
+        why = e
+    return f"{name}: {how} {after}: {why} (exit code {code}, {path}/train.log)", False
 
 
 def run_all(todo, jobs, threads):
-    """Run (name, out_dir, arguments) of todo, `jobs` at a time. -> how many failed. After
-    Ctrl-C: exit code 130 when all have saved."""
+    """Run (name, out_dir, arguments) of todo, `jobs` at a time. -> how many did not finish. A
+    signal goes on to every run; when all have saved: exit code 128 + signal."""
     waiting, working, devices = todo[::-1], {}, cards()
     done, failed = 0, 0
-    interrupts, heard = [], 0
+    signals, heard = [], 0
 
-    def interrupt(*_):
-        interrupts.append(True)
+    def hear(signum, frame):
+        if not signals or signum != getattr(signal, "SIGHUP", None):
+            signals.append(signum)  # a terminal that is closed sends SIGHUP twice
 
-    old = {s: signal.signal(s, interrupt) for s in (signal.SIGINT, signal.SIGTERM)}
-    while working or (waiting and not interrupts):
-        for worker in range(jobs):
-            if waiting and not interrupts and worker not in working:
-                name, path, args = waiting.pop()
-                card = devices[worker % len(devices)] if devices else None
-                process = launch(path, args, threads, card)
-                working[worker] = name, path, process, time.time()
-        time.sleep(0.05)
-        if len(interrupts) > heard:
-            kill = heard > 0
-            print("killed" if kill else "interrupt: every run finishes its step and saves; "
-                  "once more kills them", file=sys.stderr)
-            for _, _, process, _ in working.values():
-                process.send_signal(signal.SIGKILL if kill else signal.SIGINT)
-            heard = len(interrupts)
-        for worker, (name, path, process, start) in list(working.items()):
-            if process.poll() is not None:
-                del working[worker]
-                done += 1
-                failed += process.returncode != 0
-                line = report(name, path, process.returncode, seconds=time.time() - start,
-                              stopped=bool(interrupts))
-                print(line, f"[{done} of {len(todo)}]", flush=True)
-    for s, handler in old.items():
-        signal.signal(s, handler)
-    if interrupts:
-        raise SystemExit(130)
+    old = {s: signal.signal(s, hear) for s in SIGNALS
+           if s == signal.SIGINT or signal.getsignal(s) != signal.SIG_IGN}  # nohup ignores SIGHUP
+    try:
+        while working or (waiting and not signals):
+            for worker in range(jobs):
+                if waiting and not signals and worker not in working:
+                    name, path, args = waiting.pop()
+                    card = devices[worker % len(devices)] if devices else None
+                    process = launch(path, args, threads, card)
+                    working[worker] = name, path, process, time.time()
+            time.sleep(0.05)
+            if len(signals) > heard:
+                signum, what = signals[-1], "every run finishes its step and saves; once more kills"
+                if heard:
+                    signum, what = signal.SIGKILL, "killed"
+                tell(f"{signal.Signals(signals[-1]).name}: {what}", sys.stderr)
+                for _, _, process, _ in working.values():
+                    process.send_signal(signum)
+                heard = len(signals)
+            for worker, (name, path, process, start) in list(working.items()):
+                if process.poll() is not None:
+                    del working[worker]
+                    line, finished = report(name, path, process.returncode, stopped=bool(signals),
+                                            seconds=time.time() - start)
+                    done += 1
+                    failed += not finished
+                    tell(f"{line} [{done} of {len(todo)}]")
+    finally:  # whatever went wrong here, no run outlives it
+        for _, _, process, _ in working.values():
+            process.terminate()
+        for _, _, process, _ in working.values():
+            process.wait()
+        for s, handler in old.items():
+            signal.signal(s, handler)
+    if signals:
+        raise SystemExit(128 + signals[-1])
     return failed
 
 
 # logs
 
-KEPT = ("step", "reward", "gap", "gap_max", "weight", "rejected", "accept", "accept_p05",
+KEPT = ("kind", "step", "reward", "loss", "kl", "gap", "gap_max", "weight", "rejected", "accept",
+        "accept_p05", "entropy", "equal", "truncated", "tokens", "length", "grad_norm", "lr",
         "eval_compressed", "eval_dense", "eval_accept", "eval_accept_p05", "seconds")
+KV = ("kv_kept", "kv_dense", "kv_dense_shared")  # of the last step only
 
 
 def compact(log):
@@ -303,12 +374,6 @@ def compact(log):
     return out
 
 
-def write(path, text):
-    with open(path + ".tmp", "w", encoding="utf-8") as f:
-        f.write(text)
-    os.replace(path + ".tmp", path)
-
-
 def remember(where, arms):
     """Add arms to where/settings.json, and their seeds to those that it has."""
     all_arms = recorded(where)
@@ -316,18 +381,26 @@ def remember(where, arms):
         before = all_arms.get(name, a)["seeds"]
         all_arms[name] = {**a, "seeds": sorted({*a["seeds"], *before})}
     lines = (f"{json.dumps(name)}: {json.dumps(a)}" for name, a in all_arms.items())
-    write(os.path.join(where, "settings.json"), "{" + ",\n ".join(lines) + "}\n")
+    write_text(os.path.join(where, "settings.json"), "{" + ",\n ".join(lines) + "}\n")
 
 
 def find_logs(where):
-    """OUT/ARM/SEED/log.jsonl and OUT/ARM-SEED.jsonl -> {arm: {seed: path}}, sorted by path"""
-    paths = [os.path.join(base, f) for base, _, files in os.walk(where) for f in files]
-    found = {}
-    for path in sorted(os.path.relpath(p, where) for p in paths):
-        match = re.fullmatch(r"([^/]+)(?:/(\d+)/log|-(\d+))\.jsonl", path.replace(os.sep, "/"))
+    """OUT/ARM/SEED/log.jsonl, OUT/ARM-SEED.jsonl and, of a run of train.py, OUT/log.jsonl
+    -> {the arm's folder: {seed: path}}, sorted by path"""
+    inside, found = glob.escape(where), {}
+    paths = [path for pattern in ("*/*/log.jsonl", "*-*.jsonl")
+             for path in glob.glob(os.path.join(inside, pattern)) if os.path.isfile(path)]
+    for path in sorted(os.path.relpath(p, where).replace(os.sep, "/") for p in paths):
+        match = re.fullmatch(r"([^/]+)(?:/(0|[1-9][0-9]*)/log|-(0|[1-9][0-9]*))\.jsonl", path)
         if match:
-            name, seed = match[1].replace(",", " "), int(match[2] or match[3])
-            found.setdefault(name, {})[seed] = os.path.join(where, path)
+            seed = int(match[2] or match[3])
+            found.setdefault(folder(match[1]), {})[seed] = os.path.join(where, path)
+    alone = os.path.join(where, "log.jsonl")
+    if os.path.isfile(alone):
+        seed = read_json(where, "config.json").get("seed", 0)
+        if type(seed) is not int:
+            raise ValueError(f"{where}/config.json: seed must be an int, got {seed!r:.40}")
+        found.setdefault(folder(os.path.basename(os.path.abspath(where))), {})[seed] = alone
     return found
 
 
@@ -335,16 +408,20 @@ def load(where, names=()):
     """-> {name: what settings.json holds, with logs: {seed: compact log of a run that
     ended}} in the order of names or of settings.json. Raises ValueError."""
     arms, found = recorded(where), find_logs(where)
-    for name, logs in found.items():
-        arms.setdefault(name, dict(args="", seeds=list(logs), steps=None))
+    known = {folder(name) for name in arms}
+    for each, logs in found.items():
+        if each not in known:
+            arms[each.replace(",", " ")] = dict(args="", seeds=list(logs), steps=None)
     if not arms:
-        raise ValueError(f"no {names[0] if names else 'log'} in {where!r}")
+        raise ValueError(f"no log in {where!r}: looked for log.jsonl, ARM/SEED/log.jsonl and "
+                         "ARM-SEED.jsonl there")
     for name in names:
         if name not in arms:
-            raise ValueError(f"no {name} in {where!r}: it holds {', '.join(arms)}")
+            raise ValueError(f"no arm {name!r} in {where!r}: it holds {', '.join(arms)}")
     arms = {name: arms[name] for name in names or arms}
     for name, a in arms.items():
-        logs = {seed: read(path) for seed, path in sorted(found.get(name, {}).items())}
+        paths = found.get(folder(name), {})
+        logs = {seed: read(path) for seed, path in sorted(paths.items())}
         a["seeds"] = sorted({*a["seeds"], *logs})
         a["logs"] = {seed: compact(log) for seed, log in logs.items() if ended(log, a["steps"])}
     return arms
@@ -356,7 +433,7 @@ def keep(where, arms):
     for name, a in arms.items():
         for seed, log in a["logs"].items():
             lines = (json.dumps(row, separators=(",", ":")) + "\n" for row in log)
-            write(os.path.join(where, f"{folder(name)}-{seed}.jsonl"), "".join(lines))
+            write_text(os.path.join(where, f"{folder(name)}-{seed}.jsonl"), "".join(lines))
     remember(where, {name: {k: x for k, x in a.items() if k != "logs"} for name, a in arms.items()})
 
 
@@ -407,8 +484,10 @@ def pair(a, key, steps=1):
 
 def cells(a):
     """An arm's cells from the third column on."""
-    gap_first = fmean(fmean(s[:LAST]) for s in series(a, "gap"))
-    gap_last = fmean(at_end(a, "gap", LAST))
+    gap_first, gap_last = [fmean(s[:LAST]) for s in series(a, "gap") if s], at_end(a, "gap", LAST)
+    gap = ""
+    if gap_last:  # where nothing is replayed, as all samples of each prompt earn the same
+        gap = f"{small(fmean(gap_first))}, {small(fmean(gap_last))}"
     kept, dense, shared = (sum(map(sum, series(a, f"kv_{key}")))
                            for key in ("kept", "dense", "dense_shared"))
     minutes = fmean(map(sum, series(a, "seconds"))) / 60
@@ -416,7 +495,7 @@ def cells(a):
     return [across(at_end(a, "eval_compressed"), worst=True),
             across(at_end(a, "eval_dense"), worst=True),
             across(at_end(a, "reward", LAST)),
-            f"{small(gap_first)}, {small(gap_last)}",
+            gap,
             pair(a, "accept", LAST),
             pair(a, "eval_accept"),
             f"1/{dense / kept:.1f} (1/{shared / kept:.1f})",
@@ -527,7 +606,8 @@ def label(ax, ends):
         line = dict(arrowstyle="-", color=colour, lw=0.5, shrinkA=0, shrinkB=2, relpos=(0, 0.5))
         ax.annotate(name, xy=point, xytext=(1 + 16 * pt / box.width, y),
                     xycoords="axes fraction", textcoords="axes fraction", fontsize=7.5,
-                    color=colour, va="center", annotation_clip=False, arrowprops=line)
+                    color=colour, va="center", annotation_clip=False, arrowprops=line,
+                    parse_math=False)
 
 
 def curve(ax, arms, key, f, positive=False):
@@ -588,12 +668,12 @@ def figure(arms, path):
     """Reward, gap and acceptance against step, as a PNG for a page 900 px wide."""
     arms = {name: a for name, a in arms.items() if a["logs"]}
     if not arms:
-        print("no figure: no run has ended", file=sys.stderr)
+        tell("no figure: no run has ended", sys.stderr)
         return
     try:
         import matplotlib
     except ImportError:
-        print("no figure: it needs matplotlib (pip install matplotlib)", file=sys.stderr)
+        tell("no figure: it needs matplotlib (pip install matplotlib)", sys.stderr)
         return
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
@@ -622,46 +702,46 @@ def figure(arms, path):
 
 
 def run_missing(options, texts, common):
-    """Run what is not there yet. -> how many runs failed"""
-    out = os.path.normpath(options["out"])
-    arms, configs = request(texts, common, options["seeds"])
+    """Run what is not there yet. -> how many runs did not finish"""
+    out = options.out
+    arms, configs = request(texts, common, options.seeds)
+    make_folder(out)
+    hold(out)
     todo = []
-    for seed in range(options["seeds"]):  # seed by seed: after a round every arm has one to show
+    for seed in range(options.seeds):  # seed by seed: after a round every arm has one to show
         for name, a in arms.items():
             path = os.path.join(out, folder(name), str(seed))
+            check_unused(path)
             need = decide(path, configs[name])
             if need:
                 args = [*shlex.split(a["args"]), f"--seed={seed}", f"--out_dir={path}", need]
                 todo.append((f"{name} seed {seed}", path, args))
-    for path in [out] + [path for _, path, _ in todo]:
-        os.makedirs(path, exist_ok=True)
+    for path in filter(None, [options.keep, *(path for _, path, _ in todo)]):
+        make_folder(path)
     remember(out, arms)
-    runs = len(arms) * options["seeds"]
-    print(f"{len(arms)} arms x {options['seeds']} seeds: {len(todo)} runs to do, "
-          f"{runs - len(todo)} done before", flush=True)
-    return run_all(todo, options["jobs"], options["threads"])
+    runs = len(arms) * options.seeds
+    tell(f"{len(arms)} arms x {options.seeds} seeds: {len(todo)} runs to do, "
+         f"{runs - len(todo)} done before")
+    return run_all(todo, options.jobs, options.threads)
 
 
 def main(argv):
-    if "--help" in argv:
-        print(__doc__.strip())
-        return
-    failed = 0
-    try:
+    help_if_asked(argv, __doc__, ("options", __file__, OPTIONS),
+                  ("settings of every run", train.__file__, train.DEFAULTS))
+    with one_line_errors(ValueError, OSError):
         options, texts, common = parse(argv)
-        out = os.path.normpath(options["out"])
+        failed = 0
+        options.out = os.path.normpath(options.out)
         names = [parse_arm(text)[0] if ".py" in text else text for text in texts]
-        if not options["table"]:
+        if not options.table:
             failed = run_missing(options, texts, common)
-        arms = load(out, names)
+        arms = load(options.out, names)
         text = table(arms)
-        write(os.path.join(out, "table.md"), text)
-        if options["keep"]:
-            keep(options["keep"], arms)
-        figure(arms, os.path.join(out, "ablate.png"))
-        print("\n" + text)
-    except (ValueError, OSError) as e:
-        raise SystemExit(f"error: {e}") from None
+        tell(text)
+        write_text(os.path.join(options.out, "table.md"), text)
+        if options.keep:
+            keep(options.keep, arms)
+        figure(arms, os.path.join(options.out, "ablate.png"))
     raise SystemExit(bool(failed))
 
 

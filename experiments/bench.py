@@ -21,7 +21,6 @@ Each part prints its tables and writes out-bench/bench-PART-CARD.json, which hol
 number it printed. Left out: several GPUs, serving engines (a trainer must load its new
 weights into them at every step), quality of what is learned.
 """
-import argparse
 import functools
 import gc
 import json
@@ -46,7 +45,9 @@ import train
 from kvcache import Eviction
 from model import Config, Transformer
 from shadow_attn import group_until, run, shadow_attention
+from support.configurator import Arguments, make_folder
 from support.optimizer import Masters
+from support.run import one_line_errors, tell, write_text
 
 # the new name of what this warns of is too new
 warnings.filterwarnings("ignore", message=".*gradient_checkpointing_enable.*",
@@ -241,8 +242,7 @@ class Report:
             return
         found = [dict(title=t.title, facts=t.facts, rows=t.rows) for t in self.tables]
         content = dict(self.about, seconds=time.time() - self.start, tables=found)
-        with open(self.path, "w", encoding="utf-8") as f:
-            json.dump(content, f, indent=1)
+        write_text(self.path, json.dumps(content, indent=1))
 
 
 class Table:
@@ -251,9 +251,9 @@ class Table:
     def __init__(self, report, title, columns, facts):
         self.report, self.title, self.columns, self.facts = report, title, columns, facts
         self.rows = []
-        print(f"\n{title}: " + ", ".join(f"{k} {v}" for k, v in facts.items()))
+        tell(f"\n{title}: " + ", ".join(f"{k} {v}" for k, v in facts.items()))
         headings = [COLUMNS[c][0].rjust(width(c)) for c in columns]
-        print(f"{'':36s}" + " ".join(headings), flush=True)
+        tell(f"{'':36s}" + " ".join(headings))
 
     def add(self, name, row):
         row = dict(row, name=name)
@@ -266,7 +266,7 @@ class Table:
             if row.get(c) is not None:
                 cell = format(row[c], COLUMNS[c][1])
             cells.append(cell.rjust(width(c)))
-        print(f"{name:36s}" + " ".join(cells) + "  " + row.get("note", ""), flush=True)
+        tell(f"{name:36s}" + " ".join(cells) + "  " + row.get("note", ""))
         self.report.save()
 
 
@@ -911,7 +911,7 @@ def search(contender, make, f, a, b):
         if out.get("note", "out of memory") != "out of memory":
             raise RuntimeError(out["note"])
         said = out["note"] if "note" in out else f"{out['gb']:.1f} GB"
-        print(f"    {contender}: {P:,} tokens {said}", flush=True)
+        tell(f"    {contender}: {P:,} tokens {said}")
         return out.get("gb")
 
     with short_lives():
@@ -1082,8 +1082,7 @@ def facts():
 
 
 def arguments(argv=None):
-    a = argparse.ArgumentParser(prog="python -m experiments.bench",
-                                description="benchmarks; see the head of this file")
+    a = Arguments(prog="bench", description="benchmarks; see the head of this file")
     a.add_argument("part", choices=(*PARTS, "all"),
                    help="attention; sampling; a learner's forward and backward pass; a whole "
                    "training step; memory")
@@ -1091,38 +1090,42 @@ def arguments(argv=None):
                    help="tiny shapes, in seconds; always so without CUDA")
     a.add_argument("--shape", choices=list(SHAPES),
                    help="only the tables of this model (attn has none)")
-    a.add_argument("--out", default="out-bench",
-                   help="folder for the numbers as JSON (out-bench)")
+    a.add_argument("--out", default="out-bench", type=os.path.expanduser,
+                   help="folder for the numbers as JSON")
     return a.parse_args(argv)
+
+
+def request(a):
+    """-> {part: arguments of its tables}; makes the folder. Raises ValueError."""
+    wanted = {}
+    for part, tables in (QUICK if a.quick else REQUESTS).items():
+        tables = [t for t in tables if a.shape in (None, t.get("name"))]
+        if a.part in (part, "all") and tables:
+            wanted[part] = tables
+    if not wanted:
+        among = " among its tiny shapes" if a.quick else ""
+        raise ValueError(f"{a.part} has no table of {a.shape}{among}")
+    make_folder(a.out)  # better now than after the first measurement
+    return wanted
 
 
 def main(argv=None):
     a = arguments(argv)
-    wanted = {}
-    for part, tables in (QUICK if a.quick else REQUESTS).items():
-        if a.part in (part, "all"):
-            wanted[part] = [t for t in tables if a.shape in (None, t.get("name"))]
-    if not any(wanted.values()):
-        among = " among its tiny shapes" if a.quick else ""
-        raise SystemExit(f"error: {a.part} has no table of {a.shape}{among}")
-    try:
-        os.makedirs(a.out, exist_ok=True)
-        tempfile.TemporaryFile(dir=a.out).close()  # better now than after the first measurement
-    except OSError as e:
-        raise SystemExit(f"error: cannot write to {a.out!r}: {e}") from None
+    with one_line_errors(ValueError):
+        wanted = request(a)
     about = facts()
-    print("; ".join(f"{k} {v:,.1f}" if isinstance(v, float) else f"{k} {v}"
-                    for k, v in about.items()))
-    for part, tables in wanted.items():
-        if not tables:
-            continue
-        # a run of fewer or smaller tables gets a name of its own
-        name = ["bench", part, "quick" if a.quick and CUDA else "", a.shape or "", about["slug"]]
-        path = os.path.join(a.out, "-".join(filter(None, name)) + ".json")
-        report = Report(path, part=part, **about)
-        for table in tables:
-            PARTS[part](report, **table)
-        print(f"\n{part}: numbers in {path}")
+    tell("; ".join(f"{k} {v:,.1f}" if isinstance(v, float) else f"{k} {v}"
+                   for k, v in about.items()))
+    with one_line_errors(OSError):  # a full disk
+        for part, tables in wanted.items():
+            # a run of fewer or smaller tables gets a name of its own
+            name = ["bench", part, "quick" if a.quick and CUDA else "", a.shape or "",
+                    about["slug"]]
+            path = os.path.join(a.out, "-".join(filter(None, name)) + ".json")
+            report = Report(path, part=part, **about)
+            for table in tables:
+                PARTS[part](report, **table)
+            tell(f"\n{part}: numbers in {path}")
 
 
 if __name__ == "__main__":

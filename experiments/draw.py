@@ -11,7 +11,6 @@ read. Right: what one head of the learner sees of the packed row, by the definit
 
 Left out: response keys that die while decoding; methods other than SnapKV in the picture.
 """
-import argparse
 import os
 
 import torch
@@ -22,6 +21,8 @@ from grpo import pack
 from kvcache import EVICT
 from model import Transformer
 from rollout import generate
+from support.configurator import Arguments, make_folder
+from support.run import one_line_errors, tell
 
 ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 TINY = os.path.join(ROOT, "data", "tiny")
@@ -103,20 +104,20 @@ def print_methods(net, tok):
     encode = prompt_encoder(tok)
     task = problem("kv", "eval", seed=0, index=1, tokens=120, encode=encode)
     ids = encode(task.text)
-    print(f"{task.text}\nanswer {task.answer}; {len(ids)} tokens; "
+    tell(f"{task.text}\nanswer {task.answer}; {len(ids)} tokens; "
           "s sink, k kept, w window, . dropped; ^ the answer in the prompt")
     for method in EVICT:
         rollout = roll_out(net, tok, ids, method)
         kept = rollout.kept[0]                                   # (L, nkv, K)
         answer = responses(tok, rollout)[0]
-        print(f"\n{method}: {kept[0].shape[-1]} keys, greedy answer {answer!r}")
+        tell(f"\n{method}: {kept[0].shape[-1]} keys, greedy answer {answer!r}")
         for layer, heads in enumerate(kept):
             for head, positions in enumerate(heads):
-                print(f"layer {layer} head {head} {kinds(positions.tolist(), len(ids))}")
+                tell(f"layer {layer} head {head} {kinds(positions.tolist(), len(ids))}")
     marks = [" "] * len(ids)
     for j in find(ids, tok.encode(task.answer)):
         marks[j] = "^"
-    print(" " * len("layer 0 head 0 ") + "".join(marks))
+    tell(" " * len("layer 0 head 0 ") + "".join(marks))
 
 
 def example(net, tok):
@@ -244,19 +245,24 @@ def draw_picture(net, tok, path):
     pyplot.close(figure)
 
 
-def main():
-    parser = argparse.ArgumentParser(description="draw which prompt keys are kept")
-    parser.add_argument("--out", help="a .png to draw the picture to; without it, lines of text")
-    out = parser.parse_args().out
-    if out is None:
-        print_methods(*load())
-        return
-    try:
-        import matplotlib  # noqa: F401
-    except ImportError:
-        raise SystemExit("error: the picture needs matplotlib: pip install matplotlib") from None
-    draw_picture(*load(), out)
-    print(f"picture written to {out}")
+def main(argv=None):
+    a = Arguments(prog="draw", description="draw which prompt keys are kept")
+    a.add_argument("--out", type=os.path.expanduser,
+                   help="a .png to draw the picture to; without it, lines of text")
+    out = a.parse_args(argv).out
+    with one_line_errors(ValueError, OSError):
+        if out is None:
+            print_methods(*load())
+            return
+        if not out.endswith(".png") or os.path.isdir(out):
+            raise ValueError(f"--out must name a .png, got {out!r}")
+        try:
+            import matplotlib  # noqa: F401
+        except ImportError:
+            raise ValueError("the picture needs matplotlib: pip install matplotlib") from None
+        make_folder(os.path.dirname(out) or ".")
+        draw_picture(*load(), out)
+        tell(f"picture written to {out}")
 
 
 if __name__ == "__main__":

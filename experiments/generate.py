@@ -11,7 +11,6 @@ says how many of the prompt's keys were kept and how many bytes the cache holds;
 
 Left out on purpose: conversations, streaming.
 """
-import argparse
 import os
 from statistics import fmean
 
@@ -22,24 +21,26 @@ from data.tokenizer import Tokenizer
 from kvcache import EVICT, SPREAD, Eviction
 from model import Transformer, find_checkpoint
 from rollout import generate
+from support.configurator import Arguments, check_ranges
+from support.run import choose_device, one_line_errors, tell
 
 TINY = os.path.join(os.path.dirname(os.path.dirname(os.path.abspath(__file__))), "data", "tiny")
+RANGES = dict(group=(1, 10**6), max_new_tokens=(1, 10**9), temperature=(0, 100), seed=(0, 2**40))
 
 
 def arguments(argv=None):
-    a = argparse.ArgumentParser(prog="python -m experiments.generate",
-                                description="generate under a compressed KV cache",
-                                formatter_class=argparse.ArgumentDefaultsHelpFormatter)
+    a = Arguments(prog="generate", description="generate under a compressed KV cache")
     a.add_argument("--prompt", required=True, help="what the user says")
-    a.add_argument("--model", default=TINY, help="a folder or a hub name")
-    a.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu",
-                   help="cpu (float32), cuda or cuda:N (bfloat16)")
+    a.add_argument("--model", default=TINY, type=os.path.expanduser, help="a folder or a hub name")
+    a.add_argument("--device", default="auto",
+                   help="auto: cuda if there is one; cpu (float32), cuda or cuda:N (bfloat16)")
     a.add_argument("--group", default=1, type=int, help="samples")
     a.add_argument("--max_new_tokens", default=64, type=int, help="longest response")
     a.add_argument("--temperature", default=0.0, type=float, help="0: greedy")
     a.add_argument("--seed", default=0, type=int, help="of the sampling")
     a.add_argument("--evict", default="snapkv", choices=list(EVICT), help="eviction method")
-    a.add_argument("--budget", default=256, type=int, help="prompt keys kept per layer and KV head")
+    a.add_argument("--budget", default=256, type=int,
+                   help="prompt keys kept per layer and KV head")
     a.add_argument("--spread", default="uniform", choices=list(SPREAD),
                    help="of the budget over layers and KV heads")
     a.add_argument("--window", default=32, type=int, help="last tokens, whose attention votes")
@@ -50,27 +51,36 @@ def arguments(argv=None):
     return a.parse_args(argv)
 
 
-def main(argv=None):
-    a = arguments(argv)
-    try:
-        folder = find_checkpoint(a.model)
-        tok = Tokenizer(folder)
-        dtype = torch.bfloat16 if a.device.startswith("cuda") else torch.float32
-        net = Transformer.from_pretrained(folder, device=a.device, dtype=dtype)
-        net.vocab_used = min(len(tok), net.config.vocab_size)
-        ids = prompt_encoder(tok)(a.prompt)
-        eviction = Eviction(method=a.evict, budget=a.budget, spread=a.spread, window=a.window,
-                            sinks=a.sinks, pool=a.pool, period=a.period,
-                            response_budget=a.response_budget or None)
-        r = generate(net, [ids], a.group, a.max_new_tokens, temperature=a.temperature,
-                     eviction=eviction, stop_ids=tok.stop_ids, seed=a.seed)
-    except (ValueError, OSError) as e:
-        raise SystemExit(f"error: {e}") from None
-    for tokens, length in zip(r.tokens[0].tolist(), r.lengths[0].tolist()):
-        print(tok.decode(tokens[:length]))
+def run(a):
+    """-> lines to print. Raises ValueError and OSError."""
+    check_ranges(a, RANGES)
+    eviction = Eviction(method=a.evict, budget=a.budget, spread=a.spread, window=a.window,
+                        sinks=a.sinks, pool=a.pool, period=a.period,
+                        response_budget=a.response_budget or None)
+    a.dtype = "float32"
+    choose_device(a)
+    if a.device.startswith("cuda"):
+        a.dtype = "bfloat16"
+    folder = find_checkpoint(a.model)
+    tok = Tokenizer(folder)
+    net = Transformer.from_pretrained(folder, device=a.device, dtype=getattr(torch, a.dtype))
+    net.use_tokens(len(tok), tok.absent)
+    ids = prompt_encoder(tok)(a.prompt)
+    if len(ids) + a.max_new_tokens > net.config.max_pos:
+        raise ValueError(f"a prompt of {len(ids)} tokens and max_new_tokens={a.max_new_tokens} "
+                         f"exceed the model's context of {net.config.max_pos}")
+    r = generate(net, [ids], a.group, a.max_new_tokens, temperature=a.temperature,
+                 eviction=eviction, stop_ids=tok.stop_ids, seed=a.seed)
+    texts = [tok.decode(tokens[:n])
+             for tokens, n in zip(r.tokens[0].tolist(), r.lengths[0].tolist())]
     kept = fmean(len(head) for layer in r.kept[0] for head in layer)
-    print(f"[{len(ids)} prompt tokens, {kept:.5g} kept per layer and KV head ({a.evict}); "
-          f"KV bytes {r.kv['kept']:,}, dense {r.kv['dense']:,}]")
+    return [*texts, f"[{len(ids)} prompt tokens, {kept:.5g} kept per layer and KV head "
+            f"({a.evict}); KV bytes {r.kv['kept']:,}, dense {r.kv['dense']:,}]"]
+
+
+def main(argv=None):
+    with one_line_errors(ValueError, OSError):
+        tell("\n".join(run(arguments(argv))))
 
 
 if __name__ == "__main__":

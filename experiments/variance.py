@@ -69,11 +69,11 @@ from grpo import correction, replay
 from kvcache import Eviction
 from model import Transformer, find_checkpoint
 from rollout import generate
-from support.configurator import configure
-from support.run import choose_device, one_line_errors, say, write_text
+from support.configurator import configure, help_if_asked, make_folder, parse
+from support.run import choose_device, one_line_errors, say, tell, write_text
 
 OWN = dict(
-    prompts=8,
+    prompts=8,              # sampled once and resampled by the bootstrap; 2 and more
     lengths="2,4,8,16,32,64,128,256,512",  # tokens; those beyond the model's context are left out
     layers="all",           # gradient by all parameters; last: by those of the last block
     resamples=1000,         # of the bootstrap; 100 and more
@@ -460,8 +460,8 @@ def figure(res, path):
     try:
         import matplotlib
     except ImportError:
-        print("no figure: it needs matplotlib (pip install matplotlib); --figure then draws it "
-              "from the numbers saved", file=sys.stderr)
+        tell("no figure: it needs matplotlib (pip install matplotlib); --figure then draws it "
+             "from the numbers saved", sys.stderr)
         return
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
@@ -502,15 +502,17 @@ def figure(res, path):
 # the command line
 
 def settings(argv):
-    """-> namespace, list of lengths. Raises ValueError."""
+    """-> namespace, list of lengths; --help ends the program. Raises ValueError."""
+    others = {key: value for key, value in train.DEFAULTS.items() if key not in OWN}
+    help_if_asked(argv, __doc__, ("settings", __file__, OWN),
+                  ("those of train.py", train.__file__, others))
     argv = ["--figure=True" if arg == "--figure" else arg for arg in argv]
     c = SimpleNamespace(**configure(DEFAULTS, argv, choices=CHOICES, refused=train.REFUSED))
     train.settings([f"--{k}={getattr(c, k)}" for k in train.DEFAULTS])  # its checks
-    try:
-        lengths = sorted({int(x) for x in c.lengths.split(",")})
-    except ValueError:
-        raise ValueError("lengths must be whole numbers with commas between, "
-                         f"got {c.lengths!r}") from None
+    found = {parse(x) for x in c.lengths.split(",")}
+    if not all(type(n) is int for n in found):
+        raise ValueError(f"lengths must be whole numbers with commas between, got {c.lengths!r}")
+    lengths = sorted(found)
     if lengths[0] < 2 or c.resamples < 100 or min(c.prompts, c.group) < 2 or not c.out:
         raise ValueError("lengths must be at least 2 (the first token is dense), resamples at "
                          "least 100, prompts (they are resampled) and group at least 2, out a "
@@ -519,6 +521,8 @@ def settings(argv):
         raise ValueError("response_budget: variances are measured without eviction of response "
                          "keys")
     choose_device(c)
+    if c.dtype == "auto":
+        c.dtype = "bfloat16" if c.device.startswith("cuda") else "float32"
     return c, lengths
 
 
@@ -527,20 +531,21 @@ def run(c, lengths):
     folder = find_checkpoint(c.model)
     tok = Tokenizer(folder)
     net = Transformer.from_pretrained(folder, device=c.device, dtype=getattr(torch, c.dtype))
-    net.vocab_used = min(len(tok), net.config.vocab_size)
+    net.use_tokens(len(tok), tok.absent)
     problems = Problems(c.task, tok, seed=c.seed, tokens=c.prompt_tokens, n_eval=c.eval_problems)
     _, ids = problems.get("train", range(c.prompts))
     longest = max(map(len, ids))
     room = net.config.max_pos - longest
     if lengths[-1] > room:
-        print(f"left out: {', '.join(str(n) for n in lengths if n > room)} tokens, which with the "
-              f"prompt exceed the model's context of {net.config.max_pos}")
+        tell(f"left out: {', '.join(str(n) for n in lengths if n > room)} tokens, which with the "
+             f"prompt exceed the model's context of {net.config.max_pos}")
         lengths = [n for n in lengths if n <= room]
         if not lengths:
             raise ValueError("no length fits the model's context")
-    print(f"{folder}, {c.device}, {c.dtype}; {c.task}: {c.prompts} prompts of up to {longest} "
-          f"tokens x {c.group} samples of {lengths[-1]} tokens, temperature {c.temperature}; "
-          f"evict {c.evict}, budget {c.budget}; gradients of {c.layers}", flush=True)
+    tell(f"{folder}, {c.device}, {c.dtype}; {c.task}: {c.prompts} prompts of up to {longest} "
+         f"tokens x {c.group} samples of {lengths[-1]} tokens, temperature {c.temperature}; "
+         f"evict {c.evict}, budget {c.budget}; gradients of {c.layers}")
+    make_folder(c.out)
     raw = measure(net, ids, c, lengths)
     measured = net if c.layers == "all" else net.layers[-1]
     return dict(settings=vars(c), lengths=lengths,
@@ -562,11 +567,20 @@ def read_measurement(file):
     with open(file, encoding="utf-8") as f:
         try:
             res = json.load(f)
-        except ValueError as e:
+        except (ValueError, RecursionError) as e:
             raise ValueError(f"{file}: {e}") from None
     if not isinstance(res, dict) or not {"weight", "gradient", "lengths"} <= res.keys():
         raise ValueError(f"{file} holds no measurement of this program")
+    try:
+        tables(res)
+    except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as e:
+        raise ValueError(f"{file} holds no measurement of this program: {type(e).__name__}: "
+                         f"{e}") from None
     return res
+
+
+def tables(res):
+    return "\n".join([*weight_table(res), *gradient_table(res), *slope_table(res)])
 
 
 def main(argv):
@@ -576,12 +590,11 @@ def main(argv):
         if c.figure:
             res = read_measurement(file)
         else:
-            os.makedirs(c.out, exist_ok=True)
             res = run(c, lengths)
             write_text(file, json.dumps(res))
-        print("\n".join([*weight_table(res), *gradient_table(res), *slope_table(res)]))
+        tell(tables(res))
         figure(res, os.path.join(c.out, "variance.png"))
-        print(f"\nnumbers in {file}")
+        tell(f"\nnumbers in {file}")
 
 
 if __name__ == "__main__":

@@ -1,14 +1,33 @@
 """
 Configuration by plain assignments: defaults, then config files and --key=value in the order
-given.
+given; what --help says of them.
 
 The idea is nanoGPT's: a config file is Python that assigns names, a command line overrides
 one name at a time. Its holes are mended: an unknown key is an error that names the nearest
-one, and a value must have the type of its default (an int will do for a float).
+one, and a value must have the type of its default (an int will do for a float). A number is
+written in plain decimal digits (12, -0.5, 1e-3), else it is text; it must be finite and fit
+64 bits. A setting is described once, by the comment beside its default; --help reads it there.
+
+Left out: limits on what a config file does. It is a program and may do all that one can; only
+its size is bounded, and it must be a file, not a pipe.
 """
+import argparse
+import ast
 import difflib
+import functools
+import io
 import math
 import os
+import re
+import tempfile
+import tokenize
+from types import ModuleType
+
+from support.run import tell
+
+LARGEST = 1_000_000  # bytes of a config file
+NUMBER = re.compile(r"[+-]?((\d+\.?\d*|\.\d+)([eE][+-]?\d+)?|inf|nan)", re.ASCII)
+CONTROL = re.compile(r"[\0-\x1f\x7f-\x9f]")
 
 
 def configure(defaults, argv, choices=None, refused=None):
@@ -18,41 +37,63 @@ def configure(defaults, argv, choices=None, refused=None):
     key -> allowed values. refused: key -> why it is not offered."""
     config = dict(defaults)
     for arg in argv:
+        where = printable(arg)
         if arg.startswith("--"):
             found = read_option(arg, defaults)
         else:
-            found = read_file(arg)
+            found = read_file(arg, defaults)
         for key, value in found.items():
-            config[key] = check(key, value, arg, defaults, choices=choices, refused=refused)
+            config[key] = check(key, value, where, defaults, choices=choices, refused=refused)
     return config
 
 
+def printable(text):
+    """Text as it is, or quoted if it would not be seen or would break a line."""
+    return text if text and text.isprintable() else repr(text)
+
+
 def check(key, value, where, defaults, choices=None, refused=None):
-    """-> the value, as a float where an int stands for one. Raises ValueError with the
-    nearest key, the type that was expected, or the choices."""
+    """-> the value, as a float where an int stands for one, with ~ at its start expanded.
+    Raises ValueError with the nearest key, the type that was expected, or the choices."""
     if refused and key in refused:
         raise ValueError(f"{where}: {key} is not offered: {refused[key]}")
     if key not in defaults:
-        near = difflib.get_close_matches(key, defaults, n=1, cutoff=0.0)[0]
-        raise ValueError(f"{where}: unknown key {key!r}; the nearest is {near!r}")
+        raise ValueError(unknown(key, where, defaults))
     want = type(defaults[key])
-    if want is float and type(value) is int and abs(value) < 10**300:
+    if type(value) is int and abs(value) >= 2**63:
+        raise ValueError(f"{where}: {key} does not fit 64 bits")
+    if want is float and type(value) is int:
         value = float(value)
     if type(value) is not want:
-        raise ValueError(f"{where}: {key} expects {want.__name__}, "
-                         f"got {type(value).__name__} {value!r}")
+        got = type(value).__name__
+        if type(value) in (bool, int, float, str):
+            got += f" {value!r:.80}"
+        raise ValueError(f"{where}: {key} expects {want.__name__}, got {got}")
     if want is float and not math.isfinite(value):
         raise ValueError(f"{where}: {key} must be a finite number, got {value}")
+    if want is str and CONTROL.search(value):
+        raise ValueError(f"{where}: {key} holds a control character: {value!r:.80}")
+    if want is str and value.startswith("~"):
+        value = os.path.expanduser(value)  # a shell does it only where a word begins
     if choices and key in choices and value not in choices[key]:
         raise ValueError(f"{where}: {key} must be one of {', '.join(choices[key])}, got {value!r}")
     return value
+
+
+def unknown(key, where, defaults):
+    written = key.lower().replace("-", "_")
+    near = difflib.get_close_matches(written, defaults, n=1, cutoff=0.0)[0]
+    text = f"{where}: unknown key {key!r}; the nearest is {near!r}"
+    if not where.startswith(("--", "'--")):
+        text += " (a helper's name begins with _)"
+    return text
 
 
 def read_option(arg, defaults):
     """'--key=value' -> {key: value}"""
     key, equals, text = arg[2:].partition("=")
     if not equals:
-        raise ValueError(f"{arg}: write --key=value; the keys stand at the top of train.py")
+        raise ValueError(f"{printable(arg)}: write --key=value; --help lists the keys")
     if isinstance(defaults.get(key), str):
         return {key: text}  # a folder may be called 7
     return {key: parse(text)}
@@ -62,28 +103,55 @@ def parse(text):
     """The bool, int or float that text spells, else text."""
     if text in ("True", "true", "False", "false"):
         return text in ("True", "true")
-    for kind in (int, float):
-        try:
-            return kind(text)
-        except ValueError:
-            pass
-    return text
+    if not NUMBER.fullmatch(text):
+        return text
+    try:
+        return int(text)
+    except ValueError:
+        return float(text)
 
 
-def read_file(path):
-    """-> what a config file assigns. Whatever it does wrong is its fault: the error says
-    which file."""
+def read_file(path, defaults):
+    """-> what a config file assigns, without modules and names that begin with _. Whatever
+    it does wrong is its fault: the error says which file."""
+    where = printable(path)
     if not os.path.isfile(path):
-        raise ValueError(f"{path}: no such config file (options are written --key=value)")
+        what = "no such config file (options are written --key=value)"
+        if os.path.exists(path):
+            what = "a config file must be a file, not a folder, a device or a pipe"
+        raise ValueError(f"{where}: {what}")
     scope = {}
-    with open(path, encoding="utf-8") as f:
-        try:
-            exec(compile(f.read(), path, "exec"), scope)
-        except (Exception, SystemExit) as e:
-            line = f", line {e.lineno}" if isinstance(e, SyntaxError) else ""
-            why = " ".join([type(e).__name__, *str(e).split()])
-            raise ValueError(f"{path}{line}: {why}") from None
-    return {key: value for key, value in scope.items() if not key.startswith("__")}
+    line = ""
+    try:
+        with open(path, "rb") as f:
+            source = f.read(LARGEST + 1)
+        if len(source) > LARGEST:
+            raise ValueError(f"larger than {LARGEST:,} bytes")
+        tree = ast.parse(source, path)  # of bytes: a byte-order mark and CRLF are harmless
+        exec(compile(tree, path, "exec"), scope)
+    except (Exception, SystemExit) as e:
+        if isinstance(e, SyntaxError) and e.lineno:
+            line = f", line {e.lineno}"
+        why = " ".join([type(e).__name__, *str(e).split()])
+        raise ValueError(f"{where}{line}: {why:.300}") from None
+    for node in bare_annotations(tree):
+        key, at = ast.unparse(node.target), f"{where}, line {node.lineno}"
+        if key not in defaults:
+            raise ValueError(unknown(key, at, defaults))
+        raise ValueError(f"{at}: {key}: {ast.unparse(node.annotation)} sets nothing; write "
+                         f"{key} = value")
+    return {key: value for key, value in scope.items()
+            if not key.startswith("_") and not isinstance(value, ModuleType)}
+
+
+def bare_annotations(node):
+    """Lines such as `lr: 1e-3`, which Python takes and forgets; not those of functions and
+    classes."""
+    for child in ast.iter_child_nodes(node):
+        if isinstance(child, ast.AnnAssign) and child.value is None:
+            yield child
+        elif not isinstance(child, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)):
+            yield from bare_annotations(child)
 
 
 def check_ranges(c, ranges):
@@ -95,3 +163,74 @@ def check_ranges(c, ranges):
             raise ValueError(f"{key} must be at least {low}, got {value}")
         if high is not None and not low <= value <= high:
             raise ValueError(f"{key} must be between {low} and {high}, got {value}")
+
+
+def make_folder(path):
+    """Make a folder and see that files can be written there: better before hours of work than
+    after. Raises ValueError."""
+    try:
+        os.makedirs(path, exist_ok=True)
+        tempfile.TemporaryFile(dir=path).close()
+    except OSError as e:
+        raise ValueError(f"cannot write to folder {path!r}: {e.strerror}") from None
+
+
+# what --help says
+
+def describe(path, defaults):
+    """The settings of defaults as the source at path assigns them, `key = value  # comment`, or
+    key=value in a dict(...). -> lines: key, default, comment, under comments that stand above"""
+    with tokenize.open(path) as f:
+        source = f.read()
+    comments = {}  # row -> text
+    for token in tokenize.generate_tokens(io.StringIO(source).readline):
+        if token.type == tokenize.COMMENT:
+            comments[token.start[0]] = token.string[1:].strip()
+    places = {}  # key -> its node
+    for node in ast.parse(source).body:
+        if isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name):
+            places.setdefault(node.targets[0].id, node)
+            if isinstance(node.value, ast.Call):
+                for keyword in node.value.keywords:
+                    places.setdefault(keyword.arg, keyword)
+    rows = source.split("\n")
+    lines = []
+    for key, default in defaults.items():
+        node = places[key]
+        above = node.lineno - 1
+        if rows[above - 1].lstrip().startswith("#"):
+            lines.append(f"  {comments[above]}")
+        said = comments.get(node.end_lineno, "")
+        lines.append(f"    {f'--{key}={default}':26s}  {said}".rstrip())
+    return lines
+
+
+def help_if_asked(argv, doc, *sources):
+    """If argv has -h or --help: print doc and all settings, then exit with 0. sources: (title, path
+    of a .py file, the defaults that it assigns)."""
+    if "-h" not in argv and "--help" not in argv:
+        return
+    tell(doc.strip())
+    for title, path, defaults in sources:
+        tell("\n".join(["", f"{title}:", *describe(path, defaults)]))
+    raise SystemExit(0)
+
+
+class Arguments(argparse.ArgumentParser):
+    """argparse, whose errors are one line here, whose numbers are written as settings are, and
+    whose --help says the defaults."""
+
+    def __init__(self, prog, description):
+        super().__init__(prog=f"python -m experiments.{prog}", description=description,
+                         formatter_class=argparse.ArgumentDefaultsHelpFormatter)
+        for kind in (int, float):
+            self.register("type", kind, functools.partial(self.number, kind()))
+
+    def number(self, default, text):
+        return check("value", parse(text), text, {"value": default})
+
+    def error(self, message):
+        raise SystemExit(f"error: {' '.join(message.split())} (--help says more)")
+
+    def print_help(self, file=None):
+        tell(self.format_help(), file)

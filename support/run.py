@@ -12,7 +12,7 @@ import shutil
 import signal
 import sys
 import time
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 
 import torch
 
@@ -21,6 +21,8 @@ try:
 except ImportError:  # Windows: two processes with one out_dir go unnoticed
     fcntl = None
 
+SIGNALS = [getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGHUP")
+           if hasattr(signal, name)]
 HELD = {}  # out_dir -> its file descriptor, open until this process ends
 
 
@@ -57,6 +59,21 @@ def write_text(path, text):
         with open(tmp, "w", encoding="utf-8") as f:
             f.write(text)
     write_whole(path, write)
+
+
+def tell(text, stream=None):
+    """Print a line. What cannot be printed (a closed pipe, a full device, a terminal of other
+    characters) is no reason to stop."""
+    out = stream or sys.stdout
+    try:
+        try:
+            out.write(text + "\n")
+        except UnicodeEncodeError:
+            out.write(text.encode("ascii", "backslashreplace").decode() + "\n")
+        out.flush()
+    except (OSError, ValueError, AttributeError):  # AttributeError: closed at the start, so None
+        with suppress(OSError, ValueError, AttributeError):  # nor at the end, when Python flushes
+            os.dup2(os.open(os.devnull, os.O_WRONLY), out.fileno())
 
 
 def say(text, width=70):

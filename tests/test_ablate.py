@@ -1,6 +1,9 @@
 """experiments/ablate.py: what it runs, counts and refuses; mostly with made logs and a made
 train.py, once with the real one."""
+import fcntl
+import glob
 import inspect
+import io
 import json
 import os
 import signal
@@ -11,24 +14,27 @@ import time
 
 import pytest
 
+from conftest import ROOT
 from experiments import ablate
 
 
 def made(steps, seed=0, gap=1e-6, peak=None, accept=True, kept=100, start=0.25, **end):
     """Lines as train.py writes them: reward is 0 in all steps but the last 10, where it is
     0.5 + seed / 8."""
-    rows = [dict(step=0, eval_compressed=start, eval_dense=0.75)]
+    rows = [dict(kind="eval", step=0, eval_compressed=start, eval_dense=0.75)]
     for s in range(steps):
         late = s >= steps - 10
-        row = dict(step=s, reward=0.5 + seed / 8 if late else 0.0, loss=0.1, gap=gap * (1 + late),
-                   entropy=1 / 3, kv_kept=kept, kv_dense=1000, kv_dense_shared=200, rollout_s=2.0,
-                   learn_s=1.0)
+        row = dict(kind="step", step=s, reward=0.5 + seed / 8 if late else 0.0, loss=0.1,
+                   gap=gap * (1 + late), entropy=1 / 3, kl=0.5, equal=0.25, truncated=0.0,
+                   tokens=40, length=2.5, grad_norm=1.5, lr=1e-4, kv_kept=kept, kv_dense=1000,
+                   kv_dense_shared=200, rollout_s=2.0, learn_s=1.0)
         if accept:
             row.update(accept=0.9, accept_p05=0.1 * seed + 1 / 3)
         if peak:
             row.update(peak_gb=peak + s)
         rows.append(row)
-    return rows + [dict(step=steps, eval_compressed=0.5 + seed / 4, eval_dense=1.0) | end]
+    last = dict(kind="eval", step=steps, eval_compressed=0.5 + seed / 4, eval_dense=1.0)
+    return rows + [last | end]
 
 
 FAKE = inspect.getsource(made) + """
@@ -38,18 +44,26 @@ run, name = o["out_dir"], os.path.basename(sys.argv[1])
 out = os.path.dirname(os.path.dirname(run))
 inside = lambda name: os.path.join(run, name)
 
-def stop(*_):
+def stop(number, frame):
+    if os.path.exists(os.path.join(out, "deaf")):
+        return open(inside("heard"), "w").close()
     open(inside("ckpt.pt"), "w").close()
-    sys.exit("saved")
+    print("saved on", signal.Signals(number).name)
+    sys.exit(128 + number)
 
-signal.signal(signal.SIGINT, stop)
+for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+    signal.signal(number, stop)
 shutil.copy(os.path.join(out, name + ".json"), inside("config.json"))
 threads, card = os.environ["OMP_NUM_THREADS"], os.environ.get("CUDA_VISIBLE_DEVICES")
 with open(os.path.join(out, "calls.txt"), "a") as f:
     f.write(json.dumps([sys.argv[1:], threads, card]) + "\\n")
 if os.path.exists(os.path.join(out, "slow")):
-    open(inside("ready"), "w").close()
-    time.sleep(20)
+    with open(inside("pid"), "w") as f:
+        f.write(str(os.getpid()))
+    os.rename(inside("pid"), inside("ready"))
+    until = time.time() + 20
+    while time.time() < until:
+        time.sleep(0.05)
 if name == "naive.py" and o["seed"] == "1" and not os.path.exists(os.path.join(out, "mended")):
     print("step 0")
     sys.exit("error: the update is not finite")
@@ -102,7 +116,7 @@ def test_arms_are_parsed():
         "x budget=32 task=p.jsonl", ["c/x.py"], options)
     o, arms, common = ablate.parse(
         ["a.py", "--seeds=5", "--lr=1e-4", "b.py --budget=8", "--out=x", "--jobs=2"])
-    assert (o["seeds"], o["jobs"], o["threads"], o["out"], o["table"]) == (5, 2, 1, "x", False)
+    assert (o.seeds, o.jobs, o.threads, o.out, o.table) == (5, 2, 1, "x", False)
     assert arms == ["a.py", "b.py --budget=8"] and common == ["--lr=1e-4"]
 
 
@@ -118,16 +132,22 @@ NAIVE = "config/naive.py"
 
 @pytest.mark.parametrize("argv, says", [
     ([], "no arm"),
-    ([NAIVE, "--seeds=00"], "whole number"), ([NAIVE, "--jobs=two"], "whole number"),
-    ([NAIVE, "--out="], "--out=FOLDER"), ([NAIVE, "--table=1"], "write --table"),
+    ([NAIVE, "--seeds=00"], "seeds must be between 1"), ([NAIVE, "--jobs=two"], "expects int"),
+    ([NAIVE, "--seeds=99999999999"], "seeds must be between 1"),
+    ([NAIVE, "--seeds"], "--key=value"), ([""], "config/NAME.py"),
+    ([NAIVE, "--out="], "--out=FOLDER"), ([NAIVE, "--table=1"], "table expects bool"),
+    ([".py"], "no name to a folder"), (["x/...py"], "no name to a folder"),
+    ([NAIVE, "--keep=/proc/x"], "cannot write to folder '/proc/x'"),
+    ([NAIVE, "--out=/proc/x"], "cannot write to folder '/proc/x'"),
     ([NAIVE, "--bugdet=3"], "nearest is 'budget'"), ([NAIVE, "--budget=x"], "expects int"),
     (["config/nothing.py"], "no such config file"), (["naive"], "config/NAME.py"),
     (["config/naive.py+naive"], "config/NAME.py"), (["config/naive.py 'x"], "quotation"),
     ([NAIVE, NAIVE], "two arms"), ([NAIVE, "--seed=3"], "--seeds"),
     (["config/naive.py --out_dir=x"], "--seeds and --out"),
     ([NAIVE, "--resume=True"], "every run gets its own"), (["--table", "--lr=1"], "runs nothing"),
-    (["--table", "--seeds=3"], "runs nothing"), (["--table", "other"], "no other"),
-    (["--table"], "no log"), ([NAIVE, "--group=1"], "group must be at least 2"),
+    (["--table", "--seeds=3"], "runs nothing"), (["--table", "other"], "no log"),
+    (["--table"], "looked for log.jsonl, ARM/SEED/log.jsonl and ARM-SEED.jsonl"),
+    ([NAIVE, "--group=1"], "group must be at least 2"),
     (["config/tis.py --learner=shadow"], "both are one policy"),
     (["config/dpo.py --correction=tis --learner=dense"], "does not have"),
 ])
@@ -136,7 +156,14 @@ def test_refused_in_one_line(argv, says, tmp_path, monkeypatch):
     out = [] if any(a.startswith("--out=") for a in argv) else [f"--out={tmp_path / 'out'}"]
     code = main(*argv, *out)
     assert code.startswith("error: ") and "\n" not in code and says in code
-    assert not os.listdir(tmp_path)
+    assert not any(files for _, _, files in os.walk(tmp_path))
+
+
+def test_a_config_file_does_not_throw_runs_away(tmp_path):
+    for text in ("overwrite = True", "resume = True"):
+        (tmp_path / "x.py").write_text(text)
+        code = main(tmp_path / "x.py", f"--out={tmp_path / 'out'}")
+        assert code.endswith(f"{text.split()[0]}: every run gets its own, from --seeds and --out")
 
 
 # what is run
@@ -219,27 +246,146 @@ def test_a_failing_run_stops_no_other(fake, capsys):
     assert "counted nowhere: naive seed 1, naive seed 2, shadow seed 1" in text
 
 
-def test_interrupt_lets_every_run_save(fake, capsys):
+def when_ready(out, *numbers):
+    """Once all runs are going: send these signals to this process, the second once all heard the
+    first."""
+    def wait(name):
+        while len(glob.glob(f"{out}/*/0/{name}")) < 2:
+            time.sleep(0.02)
+
+    def send():
+        for number, name in zip(numbers, ("ready", "heard")):
+            wait(name)
+            os.kill(os.getpid(), number)
+    threading.Thread(target=send, daemon=True).start()
+
+
+@pytest.mark.parametrize("name", ["SIGINT", "SIGTERM", "SIGHUP"])
+def test_a_signal_lets_every_run_save(fake, capsys, name):
     out, run = fake
     (out / "slow").touch()
-    ready = [out / name / "0" / "ready" for name in ("naive", "shadow")]
-
-    def interrupt():
-        while not all(f.exists() for f in ready):
-            time.sleep(0.02)
-        os.kill(os.getpid(), signal.SIGINT)
-    before = signal.getsignal(signal.SIGINT)
-    threading.Thread(target=interrupt).start()
+    number = getattr(signal, name)
+    before = signal.getsignal(number)
+    when_ready(out, number)
     code, calls = run("--seeds=2", "--jobs=2")
-    assert code == 130 and len(calls) == 2  # seed 1 was not begun
-    assert signal.getsignal(signal.SIGINT) is before
-    assert all((f.parent / "ckpt.pt").exists() for f in ready)
-    assert capsys.readouterr().out.count("stopped after 0.0 min: saved") == 2
+    assert code == 128 + number and len(calls) == 2  # seed 1 was not begun
+    assert signal.getsignal(number) is before
+    assert all((out / arm / "0" / "ckpt.pt").exists() for arm in ("naive", "shadow"))
+    printed = capsys.readouterr()
+    assert printed.out.count(f"stopped after 0.0 min: saved on {name} (") == 2
+    assert printed.err == f"{name}: every run finishes its step and saves; once more kills\n"
+    if name != "SIGTERM":
+        return
     (out / "slow").unlink()
     (out / "mended").touch()
     code, calls = run("--seeds=2", "--jobs=2")
     last = sorted(args[-1] for args, *_ in calls)
     assert code == 0 and last == ["--overwrite=True"] * 2 + ["--resume=True"] * 2
+
+
+def test_a_second_signal_kills(fake, capsys):
+    out, run = fake
+    (out / "slow").touch()
+    (out / "deaf").touch()
+    when_ready(out, signal.SIGINT, signal.SIGTERM)
+    code, _ = run("--seeds=1", "--jobs=2")
+    printed = capsys.readouterr()
+    assert code == 128 + signal.SIGTERM and printed.err.endswith("SIGTERM: killed\n")
+    assert printed.out.count("(exit code -9, ") == 2
+
+
+def test_what_goes_wrong_here_ends_the_runs_too(fake, monkeypatch):
+    out, run = fake
+    (out / "slow").touch()
+    launch, made_it = ablate.launch, []
+
+    def once(*args):
+        if made_it:
+            while not glob.glob(f"{out}/*/0/ready"):
+                time.sleep(0.02)
+            raise OSError("no space left")
+        made_it.append(launch(*args))
+        return made_it[0]
+    monkeypatch.setattr(ablate, "launch", once)
+    assert run("--seeds=1", "--jobs=2")[0] == "error: no space left"
+    assert made_it[0].returncode == 128 + signal.SIGTERM
+
+
+def outlives(path, tmp_path):
+    """Does a run outlive the process that launched it, killed as soon as the run goes?"""
+    def alive(pid):
+        with open(f"/proc/{pid}/stat") as f:
+            return f.read().rpartition(")")[2].split()[0] != "Z"
+    path.mkdir(parents=True)
+    (tmp_path / "slow").touch()
+    (tmp_path / "naive.py.json").write_text("{}")
+    args = ["config/naive.py", "--seed=0", "--steps=2", f"--out_dir={path}", "--overwrite=True"]
+    launcher = os.fork()
+    if not launcher:
+        ablate.launch(str(path), args, 1, None)
+        while not (path / "ready").exists():
+            time.sleep(0.02)
+        os.kill(os.getpid(), signal.SIGKILL)
+    os.waitpid(launcher, 0)
+    pid = int((path / "ready").read_text())
+    for _ in range(20):
+        try:
+            if not alive(pid):
+                return False
+        except FileNotFoundError:
+            return False
+        time.sleep(0.05)
+    os.kill(pid, signal.SIGKILL)
+    return True
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="left out elsewhere")
+def test_no_run_outlives_a_kill(tmp_path, monkeypatch):
+    (tmp_path / "fake.py").write_text(FAKE)
+    monkeypatch.setattr(ablate, "TRAIN", str(tmp_path / "fake.py"))
+    assert not outlives(tmp_path / "naive" / "0", tmp_path)
+    assert (tmp_path / "naive" / "0" / "ckpt.pt").exists()  # it saved
+    monkeypatch.setattr(ablate, "bound_to", lambda parent: None)
+    assert outlives(tmp_path / "naive" / "1", tmp_path)     # control
+
+
+def test_one_folder_belongs_to_one_process(fake):
+    out, run = fake
+    (out / "naive" / "0").mkdir(parents=True)
+    for folder in (out, out / "naive" / "0"):  # another ablate.py; a run, still saving
+        other = os.open(folder, os.O_RDONLY)
+        fcntl.flock(other, fcntl.LOCK_EX)
+        code, calls = run("--seeds=1")
+        assert code == f"error: out_dir {str(folder)!r} is in use by another process" and not calls
+        os.close(other)
+    assert run("--seeds=1")[0] == 0
+
+
+def test_what_cannot_be_printed_stops_nothing(fake, monkeypatch):
+    out, run = fake
+    (out / "mended").touch()
+    read_end, write_end = os.pipe()
+    os.close(read_end)
+    with monkeypatch.context() as m, open(write_end, "w") as broken:
+        m.setattr(sys, "stdout", broken)
+        code, calls = run("--seeds=1")
+    assert code == 0 and len(calls) == 2 and (out / "table.md").exists()
+    text = io.TextIOWrapper(io.BytesIO(), encoding="ascii")
+    with monkeypatch.context() as m:
+        m.setattr(sys, "stdout", text)
+        assert run("--seeds=2")[0] == 0
+    assert "0.625 \\xb1 0.177" in text.buffer.getvalue().decode()  # a standard deviation
+    with monkeypatch.context() as m:
+        m.setattr(sys, "stdout", None)  # closed before the start
+        assert run("--seeds=2") == (0, [])
+
+
+def test_a_run_that_ends_without_a_log_has_failed(fake, capsys, monkeypatch):
+    out, run = fake
+    (out / "fake.py").write_text("print('I did nothing')")
+    monkeypatch.setattr(ablate, "TRAIN", str(out / "fake.py"))
+    assert run("--seeds=1")[0] == 1
+    assert capsys.readouterr().out.count("failed after 0.0 min: [Errno 2] No such file") == 2
 
 
 def test_cards(monkeypatch):
@@ -319,6 +465,108 @@ def test_numbers_are_short():
     assert ablate.across([]) == "" and ablate.across([0.5], True) == "0.500"
 
 
+def test_one_run_of_train_is_an_arm(tmp_path, capsys):
+    for name, seed, log in (("one run", 5, made(20, 1)), ("half", 0, made(20, 1)[:-1])):
+        where = tmp_path / name
+        put(where, log, seed=seed)
+        assert main("--table", f"--out={where}", f"--keep={where / 'kept'}") == 0
+    assert cells((tmp_path / "half" / "table.md").read_text())["half"]["seeds"] == "0 of 1"
+    one = tmp_path / "one run"
+    row = cells((one / "table.md").read_text())["one run"]
+    assert row["seeds"] == "1" and row["held-out reward, compressed cache"] == "0.750"
+    assert sorted(os.listdir(one / "kept")) == ["one,run-5.jsonl", "settings.json"]
+    assert main("--table", f"--out={one / 'kept'}") == 0
+    assert (one / "kept" / "table.md").read_text() == (one / "table.md").read_text()
+    (one / "config.json").write_text('{"seed": "five"}')
+    code = main("--table", f"--out={one}")
+    assert code == f"error: {one}/config.json: seed must be an int, got 'five'"
+
+
+def test_a_comma_in_a_name_is_found_again(tmp_path):
+    name = 'x template={"a":1,"b":2}'
+    put(tmp_path / ablate.folder(name) / "0", made(12))
+    ablate.remember(str(tmp_path), {name: dict(args="", seeds=[0], steps=12)})
+    assert list(ablate.load(str(tmp_path))) == [name]
+    assert list(ablate.load(str(tmp_path))[name]["logs"]) == [0]
+
+
+def test_nothing_replayed_has_no_gap(tmp_path):
+    rows = [{k: x for k, x in r.items() if k != "gap"} for r in made(12)]
+    put(tmp_path / "dpo" / "0", rows)
+    put(tmp_path / "smd" / "0", made(12))
+    assert main("--table", f"--out={tmp_path}") == 0
+    t = cells((tmp_path / "table.md").read_text())
+    assert (t["dpo"][GAP], t["smd"][GAP]) == ("", "2e-6, 2e-6")
+
+
+def test_old_logs_give_the_table_that_they_gave():
+    """Kept logs without kind, and with fewer numbers; the tables beside them were written then."""
+    tables = glob.glob(os.path.join(ROOT, "results", "*", "table.md"))
+    assert len(tables) > 3
+    for path in tables:
+        arms = ablate.load(os.path.dirname(path))
+        with open(path, encoding="utf-8") as f:
+            assert ablate.table(arms) == f.read()
+
+
+def test_compact_keeps_what_a_reader_asks_for():
+    log = made(20)
+    small = ablate.compact(log)
+    step = {k: x for k, x in log[3].items() if not k.startswith("kv_")}
+    step["seconds"] = step.pop("rollout_s") + step.pop("learn_s")
+    assert small[3] == step | dict(entropy=0.333333, accept_p05=0.333333)
+    assert list(small[3])[0] == list(small[0])[0] == "kind"
+    assert small[20]["kv_kept"] == 100 and "kv_kept" not in small[19]
+    assert ablate.compact(small) == small
+
+
+@pytest.mark.parametrize("change, says", [
+    (dict(reward="0.5"), "reward must be a finite number, got '0.5'"),
+    (dict(reward=float("nan")), "reward must be a finite number, got nan"),
+    (dict(gap=float("inf")), "gap must be"), (dict(lr=None), "lr must be"),
+    (dict(kl=True), "kl must be"), (dict(tokens=10**400), "tokens must be"),
+    (dict(step=-1), "step must be a whole number from 0, got -1"),
+    (dict(step=3.0), "step must be"), (dict(step=True), "step must be"),
+    (dict(step="3"), "step must be"), (dict(step=None), "step must be"),
+    (dict(step=2), "step 2 is out of order"), (dict(step=1), "step 1 is out of order"),
+    (dict(kind="eval"), "kind must be step with a reward"), (dict(kind=[]), "kind must be"),
+    (dict(learn_s="gone"), "learn_s must be"),
+])
+def test_rows_that_train_does_not_write_are_named(change, says, tmp_path):
+    log = made(6)
+    put(tmp_path, log)
+    assert ablate.read(tmp_path / "log.jsonl") == log  # control
+    log[4] |= change  # step 3
+    put(tmp_path, log)
+    with pytest.raises(ValueError) as e:
+        ablate.read(tmp_path / "log.jsonl")
+    assert str(e.value).startswith(f"{tmp_path}/log.jsonl, line 5: ") and says in str(e.value)
+    assert "\n" not in str(e.value)
+
+
+def test_rows_that_lack_something_are_named(tmp_path):
+    for row, key in ((0, "eval_dense"), (4, "learn_s"), (6, "kv_kept")):
+        log = made(6)
+        del log[row][key]
+        put(tmp_path, log)
+        with pytest.raises(ValueError, match=key):
+            ablate.read(tmp_path / "log.jsonl")
+    log[6]["kv_kept"] = 0  # a share of the cache is taken of it
+    put(tmp_path, log)
+    with pytest.raises(ValueError, match="above 0"):
+        ablate.read(tmp_path / "log.jsonl")
+
+
+@pytest.mark.parametrize("line", [b"\xff", b"[" * 100_000, b'{"step": 1', b"", b"9" * 5000])
+def test_lines_that_are_no_rows_are_named(line, tmp_path):
+    (tmp_path / "log.jsonl").write_bytes(line + b"\n")
+    with pytest.raises(ValueError, match="log.jsonl, line 1: ") as e:
+        ablate.read(tmp_path / "log.jsonl")
+    assert "\n" not in str(e.value)
+    (tmp_path / "log.jsonl").write_bytes(line)  # without its end it is what a kill leaves
+    assert ablate.read(tmp_path / "log.jsonl") == []
+
+
 def test_kept_logs_are_small_and_give_the_same_table(fake, tmp_path):
     out, run = fake
     kept, again = tmp_path / "kept", tmp_path / "again"
@@ -338,7 +586,7 @@ def test_kept_logs_are_small_and_give_the_same_table(fake, tmp_path):
     digits = dict(gap=1.2345678e-7, accept=1 / 7, rollout_s=0.123456789)
     put(tmp_path / "long" / "smd" / "0", [r | digits if "gap" in r else r for r in made(120)])
     ablate.keep(kept, ablate.load(str(tmp_path / "long")))
-    assert os.stat(kept / "smd-0.jsonl").st_size < 15_000
+    assert os.stat(kept / "smd-0.jsonl").st_size < 30_000
     assert set(json.loads((kept / "settings.json").read_text())) == {"naive", "shadow", "smd"}
 
 
@@ -382,12 +630,18 @@ def test_no_figure_without_matplotlib(tmp_path, monkeypatch, capsys):
 def test_a_log_with_a_step_twice_has_not_ended():
     log = made(20)
     assert ablate.ended(log) and ablate.ended(log, 20) and not ablate.ended(log, 21)
-    assert not ablate.ended(log[:-1])
+    assert not ablate.ended(log[:-1]) and not ablate.ended(log[1:]) and not ablate.ended([])
     assert not ablate.ended(log[:5] + log[4:]) and not ablate.ended(log[:4] + log[5:])
 
 
 @pytest.mark.parametrize("name, text", [
     ("settings.json", "[1]"), ("settings.json", '{"ppo": {}}'), ("settings.json", "{"),
+    ("settings.json", '{"a": {"args": "", "seeds": ["0"], "steps": 1}}'),
+    ("settings.json", '{"a": {"args": "", "seeds": 3, "steps": 1}}'),
+    ("settings.json", '{"a": {"args": 1, "seeds": [0], "steps": 1}}'),
+    ("settings.json", '{"a": {"args": "", "seeds": [0], "steps": "1"}}'),
+    ("settings.json", '{"a": {"args": "", "seeds": [0], "steps": 1, "start": 3}}'),
+    ("settings.json", "[" * 100_000),
     ("x-0.jsonl", "junk\n"), ("x-0.jsonl", "[]\n"), ("x-0.jsonl", '{"a": 1}\n')])
 def test_damaged_files_are_named(name, text, tmp_path):
     (tmp_path / name).write_text(text)

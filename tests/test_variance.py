@@ -264,6 +264,9 @@ def test_command_line(tmp_path, capsys):
 
 @pytest.mark.parametrize("argv, says", [
     (["--lengths=1,8"], "lengths must be at least 2"), (["--lengths=a"], "whole numbers"),
+    (["--lengths=4,1_6"], "whole numbers"), (["--lengths=4.0"], "whole numbers"),
+    (["--lengths="], "whole numbers"), (["more"], "no such config file"), (["--out="], "out a"),
+    (["--out=/proc/x"], "cannot write to folder '/proc/x'"), (["--model=/no/where"], "neither a"),
     (["--device=foo"], "device must be auto"), (["--device=cpu:1"], "device must be auto"),
     (["--response_budget=20"], "without eviction of response keys"),
     (["--resamples=5"], "resamples at least 100")])
@@ -273,7 +276,9 @@ def test_refused_in_one_line(argv, says, tmp_path):
     assert not (tmp_path / "out").exists()
 
 
-@pytest.mark.parametrize("text", ["[]", "{", '{"a": 1}'])
+@pytest.mark.parametrize("text", [
+    "[]", "{", '{"a": 1}', "[" * 100_000, '{"weight": 1, "gradient": {}, "lengths": []}',
+    '{"settings": {"prompts": 2, "group": 2}, "weight": {}, "gradient": {}, "lengths": [2]}'])
 def test_damaged_numbers_are_named(text, tmp_path):
     (tmp_path / "variance.json").write_text(text)
     with pytest.raises(SystemExit, match=f"^error: {tmp_path}/variance.json[^\n]*$"):

@@ -1,0 +1,223 @@
+"""support/configurator.py: what a config file and an option may say, how a number is written, what
+--help prints."""
+import json
+import os
+import re
+
+import pytest
+
+import train
+from experiments import ablate, bench, draw, generate, variance
+from support.configurator import Arguments, configure, describe, make_folder, parse
+
+DEFAULTS = dict(lr=3e-4, steps=120, beta2=0.95, resume=False, task="kv", out_dir="out")
+
+
+def read(tmp_path, text):
+    """The settings after a config file of this text or these bytes."""
+    if isinstance(text, str):
+        text = text.encode()
+    path = tmp_path / "some.py"
+    path.write_bytes(text)
+    return configure(DEFAULTS, [str(path)])
+
+
+# config files
+
+@pytest.mark.parametrize("text, says", [
+    ("lr: 1e-3", "line 1: lr: 0.001 sets nothing; write lr = value"),
+    ("steps = 3\nif steps:\n    lr: float", "line 3: lr: float sets nothing"),
+    ("lrr: 1e-3", "line 1: unknown key 'lrr'; the nearest is 'lr'"),
+    ("lrr: float = 1e-3", "unknown key 'lrr'; the nearest is 'lr'"),
+    ("LR = 1e-3", "unknown key 'LR'; the nearest is 'lr'"),
+    ("base = 8", r"unknown key 'base'.*\(a helper's name begins with _\)"),
+    ("def half(x): return x / 2", r"unknown key 'half'.*\(a helper's name begins with _\)"),
+    ("from math import pi", "unknown key 'pi'"),
+    ("lr = [1]", "lr expects float, got list$"), ("lr = True", "lr expects float, got bool True"),
+    ("class _A:\n    def __repr__(self): return 'a\\nb'\nlr = _A()", "expects float, got _A$"),
+    ("steps = 10**30", "steps does not fit 64 bits"), ("lr = 10**5000", "lr does not fit 64 bits"),
+    ("task = 'a\\0b'", "task holds a control character"),
+    ("out_dir = 'a\\nb'", "out_dir holds a control character"),
+    ("lr =", "line 1: SyntaxError"), ("lr = 1 / 0", "ZeroDivisionError"),
+    ("raise SystemExit(0)", "SystemExit 0"), ("raise ValueError('a\\nb')", "ValueError a b"),
+    (b"task = '\xff'", "line 1: SyntaxError .*utf-8"), (b"lr = 1\0", "null bytes"),
+    (b"#" * 1_000_001, "larger than 1,000,000 bytes"), ("(" * 300, "SyntaxError|MemoryError"),
+])
+def test_config_files_are_refused_in_one_line(tmp_path, text, says):
+    with pytest.raises(ValueError, match=says) as e:
+        read(tmp_path, text)
+    assert str(e.value).startswith(str(tmp_path / "some.py")) and "\n" not in str(e.value)
+
+
+@pytest.mark.parametrize("text, changed", [
+    ("lr = 1e-3", dict(lr=1e-3)), ("lr: float = 1", dict(lr=1.0)),
+    ("_base = 8\nimport math\nsteps = math.ceil(_base / 3)", dict(steps=3)),
+    ("class _A:\n    lr: float\ndef _f(x: int):\n    y: int\n    return x\nsteps = _f(4)",
+     dict(steps=4)),
+    (b"\xef\xbb\xbfsteps = 5\r\n", dict(steps=5)), ("task = 'h\u00e9'", dict(task="h\u00e9")),
+    ("out_dir = '~/x'", dict(out_dir=os.path.expanduser("~/x"))),
+    (b"#" * 999_990 + b"\nsteps=7", dict(steps=7)),
+])
+def test_config_files_that_are_right(tmp_path, text, changed):
+    assert read(tmp_path, text) == DEFAULTS | changed
+
+
+def test_what_is_no_file_is_not_read(tmp_path):
+    os.mkfifo(tmp_path / "pipe")
+    for path in (tmp_path, tmp_path / "pipe", "/dev/zero"):
+        with pytest.raises(ValueError, match="must be a file, not a folder, a device or a pipe"):
+            configure(DEFAULTS, [str(path)])
+    for path in (tmp_path / "nothing.py", "", "-x"):
+        with pytest.raises(ValueError, match="no such config file"):
+            configure(DEFAULTS, [str(path)])
+
+
+# options
+
+def test_numbers_are_written_in_plain_decimal():
+    numbers = {"12": 12, "-3": -3, "+4": 4, "007": 7, "0.5": 0.5, ".5": 0.5, "5.": 5.0,
+               "1e-3": 1e-3, "1E3": 1e3, "9" * 30: int("9" * 30)}
+    for text, value in numbers.items():
+        assert (parse(text), type(parse(text))) == (value, type(value))
+    for text in ("1_000", " 5", "5 ", "5\n", "0x10", "Infinity", "1e", "\u0665", "\uff15", "",
+                 "1,5", "--5", "e3", "."):
+        assert parse(text) == text
+    assert (parse("True"), parse("false"), parse("TRUE")) == (True, False, "TRUE")
+
+
+@pytest.mark.parametrize("arg, says", [
+    ("--steps=1_000", "steps expects int, got str '1_000'"), ("--steps= 5", "expects int"),
+    ("--steps=\u0665", "expects int"), ("--steps=1e3", "expects int, got float 1000.0"),
+    ("--lr=0x10", "expects float, got str"), ("--lr=inf", "finite number, got inf"),
+    ("--lr=nan", "finite number, got nan"), ("--steps=inf", "expects int, got float inf"),
+    ("--lr=1e400", "lr must be a finite number, got inf"), ("--lr=-1e400", "got -inf"),
+    ("--lr=" + "9" * 400, "lr does not fit 64 bits"), ("--lr=" + "9" * 5000, "finite number"),
+    ("--resume=1", "expects bool, got int 1"), ("--task=a\nb", "task holds a control character"),
+    ("--task=a\x1bb", "task holds a control character"), ("--out-dir=x", "nearest is 'out_dir'"),
+    ("--lr", "--lr: write --key=value"), ("--", "write --key=value"), ("--=3", "unknown key ''"),
+])
+def test_options_are_refused_in_one_line(arg, says):
+    with pytest.raises(ValueError, match=re.escape(says)) as e:
+        configure(DEFAULTS, [arg])
+    assert "\n" not in str(e.value) and len(str(e.value)) < 6000
+
+
+def test_options_that_are_right():
+    argv = ["--lr=1", "--steps=7", "--task=7", "--out_dir=~", "--lr=2e-3", "--resume=true"]
+    assert configure(DEFAULTS, argv) == DEFAULTS | dict(
+        lr=2e-3, steps=7, task="7", out_dir=os.path.expanduser("~"), resume=True)
+
+
+# --help
+
+SOURCE = '''"""Head."""
+import os
+# first
+# group
+key = 1        # a comment with # and = 2
+other = "# no comment"
+
+def f():
+    key = 3    # not this one
+# second
+OWN = dict(
+    third=0.5,  # in a call
+    fourth=os.path.join(
+        "a", "b"),  # behind its last row
+)
+ranges = dict(third=(0, 1))  # nor this
+'''
+
+
+def test_settings_are_described_where_they_stand(tmp_path):
+    path = tmp_path / "program.py"
+    path.write_text(SOURCE)
+    lines = describe(str(path), dict(key=1, other="x", third=0.5, fourth="a/b"))
+    pad = " " * 20
+    assert lines == ["  group", f"    --key=1{pad[:-1]}  a comment with # and = 2", "    --other=x",
+                     f"    --third=0.5{pad[:-5]}  in a call",
+                     f"    --fourth=a/b{pad[:-6]}  behind its last row"]
+
+
+@pytest.mark.parametrize("argv", [["-h"], ["config/dpo.py", "--help"], ["--bugdet=3", "-h"]])
+def test_help_of_train(argv, capsys):
+    with pytest.raises(SystemExit) as e:
+        train.main(argv)
+    said = capsys.readouterr().out
+    assert e.value.code == 0 and said.startswith(train.__doc__.strip())
+    for key, value in train.DEFAULTS.items():
+        assert said.count(f"\n    --{key}={value}") == 1, key
+    assert "\n  rollout\n    --prompts=16 " in said
+    assert "    --clip_high=0.2             upper clip of the ratio; 0.28 in DAPO\n" in said
+
+
+def test_help_of_experiments(capsys):
+    shown = {ablate: ["--jobs=1 ", "--keep=", "--budget=24 "], draw: ["--out"],
+             variance: ["--prompts=8 ", "--resamples=1000 ", "--budget=24 "],
+             bench: ["--shape", "default: out-bench"], generate: ["--prompt", "default: 64"]}
+    for program, words in shown.items():
+        for flag in ("-h", "--help"):
+            with pytest.raises(SystemExit) as e:
+                program.main([flag])
+            said = capsys.readouterr().out
+            assert e.value.code == 0
+            assert all(word in said for word in words), program
+    assert "--prompts=16" not in said
+
+
+# what experiments share
+
+def test_arguments_are_refused_in_one_line():
+    a = Arguments(prog="x", description="")
+    a.add_argument("--n", type=int, default=3)
+    a.add_argument("--t", type=float, default=0.5)
+    assert vars(a.parse_args(["--n=7", "--t=1"])) == dict(n=7, t=1.0)
+    for argv in (["--n=1_0"], ["--n=1.5"], ["--t=nan"], ["--t= 1"], ["--n"], ["more"], ["--\nx"]):
+        with pytest.raises(SystemExit, match=r"^error: [^\n]* \(--help says more\)$"):
+            a.parse_args(argv)
+
+
+def test_folders_that_cannot_be_written(tmp_path):
+    file = tmp_path / "file"
+    file.write_text("")
+    for path in (file, file / "x", "/proc/x", "", tmp_path / ("n" * 300)):
+        with pytest.raises(ValueError, match="^cannot write to folder [^\n]*$"):
+            make_folder(str(path))
+    make_folder(str(tmp_path / "a" / "b"))
+    assert os.listdir(tmp_path / "a" / "b") == []
+
+
+@pytest.mark.parametrize("argv, says", [
+    (["--group=0"], "group must be between 1"), (["--temperature=-1"], "temperature must be"),
+    (["--budget=5"], "budget 5 must be above"), (["--device=foo"], "device must be auto"),
+    (["--model=/no/where"], "neither a local folder"),
+    (["--response_budget=-1"], "response_budget"),
+    (["--seed=-1"], "seed must be"), (["--max_new_tokens=5000"], "exceed the model's context")])
+def test_generate_refuses_in_one_line(argv, says, capsys):
+    with pytest.raises(SystemExit, match=f"^error: [^\n]*{says}[^\n]*$"):
+        generate.main(["--prompt=x", "--device=cpu", *argv])
+    assert capsys.readouterr().out == ""
+
+
+def test_generate_prints_the_answer(capsys):
+    asked = ["--prompt=The code for pen is 4817. What is the code for pen?", "--device=cpu",
+             "--window=8", "--sinks=2", "--max_new_tokens=5"]
+    generate.main([*asked, "--evict=none"])
+    answer, facts = capsys.readouterr().out.splitlines()
+    assert "4817" in answer and facts.startswith("[22 prompt tokens, 22 kept")
+    generate.main([*asked, "--budget=12"])  # control: too few keys
+    answer, facts = capsys.readouterr().out.splitlines()
+    assert "4817" not in answer and facts.startswith("[22 prompt tokens, 12 kept")
+
+
+def test_draw_names_a_picture(tmp_path):
+    for out in ("", "x", "x.pdf", "/proc/x/y.png"):
+        with pytest.raises(SystemExit, match="^error: [^\n]*$"):
+            draw.main([f"--out={out}"])
+
+
+def test_the_settings_are_json():
+    """--key=value can say every default again."""
+    argv = [f"--{key}={value}" for key, value in train.DEFAULTS.items()]
+    assert configure(train.DEFAULTS, argv) == train.DEFAULTS
+    assert json.loads(json.dumps(train.DEFAULTS)) == train.DEFAULTS
