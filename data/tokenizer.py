@@ -67,7 +67,7 @@ MOST_BYTES = 2 ** 25      # of a JSON file or a template
 MOST_IDS = 2 ** 22
 LONGEST_ADDED = 256       # characters of an added token
 MOST_CHECKS = 2 ** 28     # sum over the vocabulary of a token's length, squared
-MOST_TURNS = 10 ** 6      # of a template's loops, in one rendering
+MOST_TURNS = 10 ** 5      # of a template's loops, in one rendering
 MOST_TEXT = 2 ** 25       # characters that a template may write
 
 DATE = datetime.datetime(2024, 7, 26)  # today, for templates: the day Llama 3.2's falls back on
@@ -103,6 +103,7 @@ class Tokenizer:
             ranks = {t: rank for rank, t in enumerate(tokens)}
             self.bpe = tiktoken.Encoding(path, pat_str=pattern, mergeable_ranks=ranks,
                                          special_tokens={})
+            self._merge("a 1.")  # does its pattern find empty pieces? tiktoken panics on these
             self.bos_ids = self._read_bos(entry(spec, "post_processor", dict, {}))
         config = read_json(path, "tokenizer_config.json", {})
         with naming(path, "tokenizer_config.json"):
@@ -326,7 +327,8 @@ class Tokenizer:
         """Private characters take the place of those with which a text could begin an added
         token or go on with one: -> messages, {code of a private character: character}.
 
-        One character for one, never white space, so that a template may trim and measure."""
+        One character for one, never white space, so that a template may trim and measure. It
+        does not find "</think>" in what is said, though, where that is an added token."""
         seen = [self.template.source, self.spellings]
         map_texts(messages, seen.append)
         seen = "".join(seen)
@@ -334,8 +336,9 @@ class Tokenizer:
         masks = {}  # character -> private character
 
         def mask(text):
-            if self.nfc:
-                text = unicodedata.normalize("NFC", text)
+            composed = unicodedata.normalize("NFC", text)
+            if self.nfc and self.spelled.search(composed):
+                text = composed
             characters = list(text)
             for i in self._seams(text):
                 if text[i] not in masks:
