@@ -153,16 +153,17 @@ class Tokenizer:
         # added tokens stay out of the ranks, even where the vocabulary lists them: no merge
         # may produce one
         vocab = {t: i for t, i in whole.items() if t not in self.added}
-        odd = [t for t in vocab if not t or set(t) - BYTE_OF.keys()]
-        if odd:
-            raise ValueError(f"vocabulary entry {short(odd[0])} is not byte-level BPE "
+        strange = set("".join(vocab)) - BYTE_OF.keys()
+        if strange or "" in vocab:
+            odd = next(t for t in vocab if not t or strange & set(t))
+            raise ValueError(f"vocabulary entry {short(odd)} is not byte-level BPE "
                              "(a sentencepiece model?)")
         merges = read_merges(entry(model, "merges", list), whole)
         merges = {pair: rank for pair, rank in merges.items() if "".join(pair) not in self.added}
         order = rank_tokens(vocab, merges, ignore=entry(model, "ignore_merges", bool, False))
-        tokens = [as_bytes(t) for t in order]
         self.ids = [vocab[t] for t in order]  # rank -> id
-        self.bytes = {i: as_bytes(t) for t, i in vocab.items()}
+        self.bytes = {i: bytes(map(BYTE_OF.get, t)) for t, i in vocab.items()}
+        tokens = [self.bytes[i] for i in self.ids]
         self.bytes |= {i: t.encode("utf-8", "replace") for t, i in self.added.items()}
         if not self.bytes:
             raise ValueError("vocab is empty")
@@ -513,18 +514,18 @@ def rank_tokens(vocab, merges, ignore):
 def split_last(token, merges):
     """The two parts of `token` before its last merge, or more where merging ends earlier."""
     parts = list(token)
+    ranks = [merges.get(pair, math.inf) for pair in zip(parts, parts[1:])]
     while len(parts) > 2:
-        ranks = [merges.get(pair, math.inf) for pair in zip(parts, parts[1:])]
         first = min(ranks)
         if first == math.inf:
             break
         i = ranks.index(first)
         parts[i:i + 2] = [parts[i] + parts[i + 1]]
+        del ranks[i]
+        for j in (i - 1, i):  # the pairs with both neighbours
+            if 0 <= j < len(ranks):
+                ranks[j] = merges.get((parts[j], parts[j + 1]), math.inf)
     return tuple(parts)
-
-
-def as_bytes(token):
-    return bytes(BYTE_OF[c] for c in token)
 
 
 def read_pattern(pre):
@@ -603,15 +604,16 @@ class Template:
 
     def __init__(self, source):
         from jinja2 import TemplateError, meta, nodes
+
         self.source, self.turns = source, 0
         env = environment()
         env.globals["count_turn"] = self._count
-        count = nodes.ExprStmt(nodes.Call(nodes.Name("count_turn", "load"), [], [], None, None))
+        count = env.parse("{{ count_turn() }}").body  # writes nothing
         try:
             tree = env.parse(source)
             self.variables = meta.find_undeclared_variables(tree) - env.globals.keys()
             for loop in tree.find_all((nodes.For, nodes.Macro, nodes.CallBlock)):
-                loop.body.insert(0, count)
+                loop.body[:0] = count
             self.compiled = env.from_string(tree)
         except (TemplateError, RecursionError) as e:
             raise ValueError(f"chat template cannot be read: {e}") from None
@@ -620,6 +622,7 @@ class Template:
         self.turns += 1
         if self.turns > MOST_TURNS:
             raise ValueError(f"its loops turn more than {MOST_TURNS:,} times")
+        return ""
 
     def render(self, variables):
         self.turns, size, parts = 0, 0, []

@@ -122,7 +122,8 @@ def test_numbers_of_any_size_are_read_in_no_time():
 @pytest.mark.parametrize("text, want", [
     ("4817", 1), ("<think>9999</think>4817", 1), ("<think>a</think>\n\n<think>b</think> 4817", 1),
     ("<think></think>4817", 1), ("x</think>4817", 1), ("<think>4817", 0),
-    ("<think>4817</think>", 0), ("<think>4817</think>9999", 0), ("4817<think>", 0), ("4817<think>9999</think>", 0),
+    ("<think>4817</think>", 0), ("<think>4817</think>9999", 0), ("4817<think>", 0),
+    ("4817<think>9999</think>", 0),
     ("<think>a</think>4817<think>b", 0)])
 @pytest.mark.parametrize("task", ("kv", "file"))
 def test_a_thought_is_not_the_answer(task, text, want):
@@ -321,7 +322,8 @@ def test_json_numbers_stay_what_is_written(tmp_path):
 @pytest.mark.parametrize("line, says", [
     ("{", "is not JSON"), ("[1]", "needs a non-empty"), ("[" * 100_000, "is not JSON"),
     ('{"prompt": "x"}', "needs"), ('{"answer": "x"}', "needs"),
-    ('{"prompt": 5, "answer": 1}', "needs"), ('{"prompt": "", "answer": "1"}', "needs"), ('{"prompt": "x", "answer": "#### "}', "needs"),
+    ('{"prompt": 5, "answer": 1}', "needs"),
+    ('{"prompt": "", "answer": "1"}', "needs"), ('{"prompt": "x", "answer": "#### "}', "needs"),
     *((f'{{"prompt": "y", "answer": {answer}}}', "needs") for answer in
       ("true", "false", "null", "[1]", "{}", '""', '" "')),
     *((f'{{"prompt": "y", "answer": {answer}}}', "is not JSON") for answer in
