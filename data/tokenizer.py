@@ -114,6 +114,7 @@ class Tokenizer:
 
     def _read_added(self, tokens, vocab):
         ids, late, free = {}, set(), len(vocab)
+        self.hidden = set()  # ids that decode(special=False) leaves out, besides stop tokens
         for t in tokens:
             if type(t) is not dict:
                 raise ValueError(f"added_tokens holds {short(t)}, must be objects")
@@ -138,14 +139,13 @@ class Tokenizer:
                 raise ValueError(f"added token {text!r} has id {ids[text]}, must have {expected}: "
                                  "its id in the vocabulary, or the next free one")
             free = max(free, expected + 1)
+            if entry(t, "special", bool, False) and text not in THOUGHT:
+                self.hidden.add(ids[text])
         self.added = ids
         self.cut_early, self.cut_late = cutter(ids.keys() - late), cutter(late)
         self.spelled = either_of(ids)
         # to look up beginnings ("\0<|im") and ends ("end|>\0") in
         self.spellings = "\0" + "\0".join(ids) + "\0"
-        self.hidden = {ids[t["content"]] for t in tokens
-                       if t["content"] in ids and entry(t, "special", bool, False)
-                       and t["content"] not in THOUGHT}
 
     def _read_merges(self, model):
         whole = entry(model, "vocab", dict)
@@ -712,15 +712,24 @@ def cut_space(text):
     return [text[a:b] for a, b in zip(cuts, cuts[1:] + [len(text)])]
 
 
-if __name__ == "__main__":
-    if len(sys.argv) < 2:
-        raise SystemExit("usage: python -m data.tokenizer FOLDER_OR_HUB_NAME [TEXT]")
-    tok = Tokenizer(sys.argv[1])
-    text = " ".join(sys.argv[2:])
+def main(folder, *words):
+    try:
+        tok = Tokenizer(folder)
+    except (ValueError, OSError) as e:
+        raise SystemExit(f"error: {e}") from None
+    text = " ".join(words)
     ids = tok.encode(text or "Every key has a lifetime: it's born at 17, it dies at 4096.  🙂")
     stops = [tok.decode([i]) for i in tok.stop_ids]
     print(f"{len(tok):,} ids, {len(tok.added)} of them added, chat template: {tok.has_chat}, "
           f"stops at {stops}")
+    for note in tok.notes:
+        print(note)
     for i in ids:
         print(f"{i:8d}  {tok.bytes[i]!r}")
     print(f"{len(ids)} tokens -> {tok.decode(ids)!r}")
+
+
+if __name__ == "__main__":
+    if len(sys.argv) < 2:
+        raise SystemExit("usage: python -m data.tokenizer FOLDER_OR_HUB_NAME [TEXT]")
+    main(*sys.argv[1:])

@@ -910,3 +910,9 @@ def test_command_line(folders):
     assert out.returncode == 0, out.stderr
     assert "tokens -> 'the key <|im_end|>'" in out.stdout
     assert "'<|im_end|>'" in out.stdout.splitlines()[0]
+
+
+def test_command_line_refuses_in_one_line(folders, tmp_path):
+    path = edited(folders["qwen"], tmp_path, edit=lambda d: d["model"].pop("vocab"))
+    with pytest.raises(SystemExit, match="error: .*tokenizer.json: 'vocab' is missing"):
+        tokenizer_py.main(path)
