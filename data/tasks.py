@@ -15,15 +15,22 @@ A prompt has at most `tokens` tokens as `encode` counts them (chat template incl
 one sentence more would not fit, so it falls short by 4 or 5 tokens on average, seldom by
 more than 10. kv stops where its keys run out.
 
+An answer is judged literally: one number by its value, anything else word for word. "The
+answer is B" earns nothing for B, "12" nothing for "12 km", "0.5" nothing for "1/2": letters
+and units need a rule of your own. A thought (<think> ... </think>) is never the answer.
+
 Left out on purpose: RULER's essays (a download), its multi-answer variants (no partial
 credit in the reward), word counting.
 """
+import hashlib
 import json
 import math
+import os
 import random
 import re
-from dataclasses import dataclass
-from decimal import Decimal
+import unicodedata
+from dataclasses import dataclass, replace
+from decimal import Decimal, InvalidOperation
 
 THINGS = """anchor apple arrow badge ball banner barrel basket bell blanket boat bottle bowl box
 bridge broom brush bucket button cabin camera candle carpet castle chain chair clock coat coin
@@ -81,6 +88,8 @@ class Problem:
     task: str    # a key of TASKS, or "file"
     text: str    # what the user asks: facts and filler, then the question on the last line
     answer: str
+    # does the prompt open a thought? Then a response that does not close it is a thought
+    thinks: bool = False
 
 
 def filler(rng):
@@ -169,6 +178,8 @@ def problem(task, split, seed, index, tokens, encode):
     # a string is hashed with sha512: the same on every machine
     rng = random.Random(f"{task}/{split}/{seed}/{index}")
     facts, supply, question, answer = TASKS[task][0](rng)
+    if not isinstance(answer, str):
+        raise ValueError(f"task {task} draws the answer {answer!r}, must be text")
     # drawn before any filler, so that depths do not depend on the length
     depths = sorted((rng.random(), fact) for fact in facts)
     body = []  # sentences drawn from the supply so far
@@ -212,17 +223,32 @@ def fit(size, tokens, what):
     return low
 
 
-def prompt_encoder(tok):
+def prompt_encoder(tok, template=None):
     """-> encode(text): ids of the whole prompt. With a chat template one user message;
-    without, text + "\\nAnswer:", which the model goes on with " 4817" and its stop
-    token."""
+    without, the tokenizer's BOS and text + "\\nAnswer:", which the model goes on with
+    " 4817" and its stop token. template: {argument of the chat template: value}."""
+    template = template or {}
+    if not isinstance(template, dict):
+        raise ValueError(f"template is {template!r}, must be an object")
+    if template and not tok.has_chat:
+        raise ValueError(f"template {min(template)!r}: this checkpoint has no chat template")
+
     def as_message(text):
-        return tok.chat([{"role": "user", "content": text}], add_generation_prompt=True)
+        return tok.chat([{"role": "user", "content": text}], **template)
 
     def as_text(text):
-        return tok.encode(text + "\nAnswer:")
+        return [*tok.bos_ids, *tok.encode(text + "\nAnswer:")]
 
     return as_message if tok.has_chat else as_text
+
+
+def opens_thought(tok, encode):
+    """Does the chat template end a prompt inside a thought?"""
+    if not tok.has_chat:
+        return False
+    question = "Is it 7?"
+    _, _, tail = tok.decode(encode(question)).rpartition(question)
+    return tail.rfind("<think>") > tail.rfind("</think>")
 
 
 def check_split(split):
@@ -230,75 +256,171 @@ def check_split(split):
         raise ValueError(f"split must be 'train' or 'eval', got {split!r}")
 
 
-def read_problems(path):
+# files
+
+HOLD_OUT = 10              # every tenth problem of a file is held out
+LONGEST_LINE = 2 ** 24     # bytes
+LARGEST_FILE = 2 ** 30
+
+
+def read_problems(path, notes=None):
     """A .jsonl file with {"prompt" or "question", "answer"} on each line -> tuple of
-    Problems. Of a GSM8K answer ("... #### 42") only what follows the last #### counts.
-    ValueError names the line that is wrong."""
-    problems = []
-    with open(path, "rb") as f:
-        for i, line in enumerate(f, 1):
-            if not line.strip():
-                continue
-            try:
-                row = json.loads(line.decode("utf-8-sig" if i == 1 else "utf-8"))
-            except (ValueError, RecursionError):
-                raise ValueError(f"{path}:{i} is not JSON in UTF-8") from None
-            text, answer = None, None
-            if isinstance(row, dict):
-                text, answer = row.get("prompt", row.get("question")), row.get("answer")
-            if isinstance(answer, (str, int, float)):
-                answer = str(answer).split("####")[-1].strip()
-            else:
-                answer = ""
-            if not isinstance(text, str) or not text.strip() or not answer:
-                raise ValueError(f'{path}:{i} needs a non-empty "prompt" (or "question") '
-                                 'and "answer"')
-            problems.append(Problem("file", text, answer))
-    if not problems:
+    Problems, each once: where a prompt comes again with the same answer, only the first
+    counts, which a line in the list `notes` says. Of a GSM8K answer ("... #### 42") only
+    what follows the last #### counts. ValueError names the line that is wrong."""
+    first = {}  # hash of the prompt's words -> line, Problem
+    repeats = 0
+    for i, line in lines_of(path):
+        try:
+            p = read_line(line)
+        except ValueError as e:
+            raise ValueError(f"{path}:{i} {e}") from None
+        # white space makes no other problem
+        key = hashlib.sha256(" ".join(p.text.split()).encode()).digest()
+        at, known = first.setdefault(key, (i, p))
+        if reward(known, p.answer) != 1.0:
+            raise ValueError(f"{path}:{i} asks what line {at} asks, and answers {p.answer[:80]!r} "
+                             f"instead of {known.answer[:80]!r}")
+        repeats += at != i
+    if not first:
         raise ValueError(f"{path} holds no problem")
-    return tuple(problems)
+    if repeats and notes is not None:
+        notes.append(f"{path}: {repeats} of {len(first) + repeats} problems stand there again and "
+                     "are left out")
+    return tuple(p for _, p in first.values())
 
 
-HOLD_OUT = 10  # every tenth line of a file is held out
+def lines_of(path):
+    """(number, text) of the lines that are not blank. ValueError unless path is a file of
+    such lines, of bounded size."""
+    if not os.path.exists(path):
+        raise FileNotFoundError(f"{path}: no such file, and no task: {', '.join(TASKS)}")
+    if not os.path.isfile(path):
+        raise ValueError(f"{path} is no regular file")
+    if os.path.getsize(path) > LARGEST_FILE:
+        raise ValueError(f"{path} has {os.path.getsize(path):,} bytes, at most "
+                         f"{LARGEST_FILE:,} are read")
+    with open(path, "rb") as f:
+        i = 0
+        while line := f.readline(LONGEST_LINE + 1):
+            i += 1
+            if len(line) > LONGEST_LINE:
+                raise ValueError(f"{path}:{i} has more than {LONGEST_LINE:,} bytes")
+            try:
+                text = line.decode("utf-8-sig" if i == 1 else "utf-8")
+            except UnicodeDecodeError:
+                raise ValueError(f"{path}:{i} is not JSON in UTF-8") from None
+            if text.strip():
+                yield i, text
 
 
-def file_problem(problems, split, seed, index, hold_out=HOLD_OUT):
-    """Problem `index` of a file: every `hold_out`-th line is held out for "eval" (in file
-    order), the others are reshuffled for every pass over them. Wraps around at the end."""
-    check_split(split)
+def read_line(line):
+    """One line of a file -> Problem"""
+    def refuse(constant):
+        raise ValueError(constant)
+
+    try:
+        # a number stays what is written: 0.00001 does not become 1e-05
+        row = json.loads(line, parse_float=Decimal, parse_int=Decimal, parse_constant=refuse)
+        text, answer = None, None
+        if isinstance(row, dict):
+            text, answer = row.get("prompt", row.get("question")), row.get("answer")
+        if isinstance(answer, Decimal):
+            answer = f"{answer:f}" if abs(answer.adjusted()) < 100 else str(answer)
+    except (ValueError, RecursionError, InvalidOperation):
+        raise ValueError("is not JSON in UTF-8") from None
+    if isinstance(answer, str):
+        answer = answer.split("####")[-1].strip()
+    if not isinstance(text, str) or not text.strip() or not isinstance(answer, str) or not answer:
+        raise ValueError('needs a non-empty "prompt" (or "question"), text, and "answer", text '
+                         "or a number")
+    if re.search("[\ud800-\udfff]", text + answer):
+        raise ValueError("has half a surrogate pair, which is no character")
+    p = Problem("file", text, answer)
+    if reward(p, answer) != 1.0:
+        raise ValueError(f"has the answer {answer[:80]!r}, which no text can match")
+    return p
+
+
+def split_file(problems, hold_out=HOLD_OUT):
+    """{"train": ..., "eval": ...}: every `hold_out`-th problem of a file is held out."""
     if len(problems) < hold_out:
         raise ValueError(f"{len(problems)} problems are too few: every {hold_out}th is held out")
-    if split == "eval":
-        pool = range(0, len(problems), hold_out)
-        return problems[pool[index % len(pool)]]
-    pool = [i for i in range(len(problems)) if i % hold_out]
+    return {"train": [p for i, p in enumerate(problems) if i % hold_out],
+            "eval": list(problems[::hold_out])}
+
+
+def file_problem(splits, split, seed, index):
+    """Problem `index` of a split of a file: "eval" in file order, "train" reshuffled for every
+    pass. Wraps around at the end."""
+    check_split(split)
+    pool = splits[split]
     lap, at = divmod(index, len(pool))
-    return problems[random.Random(f"file/{seed}/{lap}").sample(pool, len(pool))[at]]
+    if split == "eval":
+        return pool[at]
+    return random.Random(f"file/{seed}/{lap}").sample(pool, len(pool))[at]
 
 
 # rewards: a rule maps (text, gold answer) to True or False
 
-# no digits of a name (X7); a comma only before groups of three; a minus is a sign unless
-# something stands right before it
-NUMBER = re.compile(r"(?:(?<![\w)\]])[-−])?[$€£]?(?<![A-Za-z_\d])(?<!\d\.)"
-                    r"(?:\d{1,3}(?:,\d{3})+(?!\d)|\d+)(?:\.\d+)?", re.ASCII)
+# thousands come in groups of three behind commas or thin spaces; a point before the first
+# digit is one unless it ends something ("v.5", "...5")
+DIGITS = (r"(?:\d{1,3}(?:[,\u00a0\u2009\u202f]\d{3})+(?!\d)|\d+)(?:\.\d+)?"
+          r"|(?<![\w.)\]}])\.\d+")
+# no digits of a name (X7); a minus is a sign unless something stands right before it; 3e4,
+# 3 x 10^4 and 10^4 are one number each
+NUMBER = re.compile(
+    r"(?P<sign>(?<![\w)\]}])[-+])?[$€£]?(?<![A-Za-z_\d])(?<!\d\.)"
+    rf"(?:(?:(?P<times>{DIGITS})\s*[x×·*]\s*)?10\s*\^\s*\{{?(?P<power>[-+]?\d+)"
+    rf"|(?P<digits>{DIGITS})(?:[eE](?P<exponent>[-+]?\d+))?)", re.ASCII)
 # what may stand between alternatives: "41, or maybe 42"
-HEDGE = re.compile(r"(?:[\s,;/|&*()\-–−]|or|and|maybe|perhaps)*")
+HEDGE = re.compile(r"(?:[\s,;/|&*()\-–]|or|and|maybe|perhaps)*")
+# minus, hyphens, en dash, full-width -> the ASCII sign
+MINUS = dict.fromkeys(map(ord, "\u2212\u2010\u2011\u2013\ufe63\uff0d"), "-")
+SUPERSCRIPTS = str.maketrans("⁰¹²³⁴⁵⁶⁷⁸⁹⁻⁺", "0123456789-+")
+
+
+def plain(text):
+    """The ways in which LaTeX and typography write numbers and spaces, written plainly:
+    9{,}500, 9\\,500, \\$5, 3 \\times 10^{4}, 10⁴, −5."""
+    text = text.replace("{,}", ",").translate(MINUS)
+    text = re.sub(r"(?<=\d)\\,(?=\d{3})", ",", text)
+    text = re.sub(r"\\([$%])", r"\1", text)
+    text = re.sub(r"\\(?:times|cdot)(?![A-Za-z])", "×", text)
+    text = re.sub(r"(?<=\b10)\*\*(?=[-+\d])", "^", text)
+    return re.sub(r"(?<=\b10)[⁻⁺]?[⁰¹²³⁴⁵⁶⁷⁸⁹]+", lambda m: "^" + m[0].translate(SUPERSCRIPTS),
+                  text)
 
 
 def numbers(text):
-    """Every number in the text -> list of (value, start, end); "-$1,234.50" is one."""
-    found = []
-    for m in NUMBER.finditer(text):
-        plain = re.sub("[,$€£]", "", m[0]).replace("−", "-")
-        found.append((Decimal(plain), *m.span()))
-    return found
+    """Every number in plain(text) -> list of (value, start, end) there; "-$1,234.50" is one."""
+    text = plain(text)
+    return [(value_of(m), *m.span()) for m in NUMBER.finditer(text)]
+
+
+def value_of(m):
+    """A match of NUMBER -> Decimal, NaN beyond its range"""
+    digits = re.sub(r"[^\d.]", "", m["digits"] or m["times"] or "1")
+    try:
+        return Decimal(f"{m['sign'] or ''}{digits}e{m['exponent'] or m['power'] or 0}")
+    except InvalidOperation:
+        return Decimal("NaN")
+
+
+def is_number(gold):
+    """Is a gold answer one number, but for its unit of money or percent and its full stop?"""
+    return NUMBER.fullmatch(plain(gold).strip().strip("$€£").rstrip(" .%}")) is not None
 
 
 def exact(text, gold):
     """Same words, whatever the case, spacing and outer punctuation."""
-    text, gold = [" ".join(s.casefold().split()).strip(" .,:;!?\"'`*()[]") for s in (text, gold)]
-    return text == gold != ""
+    return words(text) == words(gold) != ""
+
+
+def words(text):
+    text = unicodedata.normalize("NFC", plain(text)).casefold()
+    text = re.sub(r"\s*=\s*", "=", " ".join(text.split()))
+    return text.strip(" .,:;!?\"'`*()[]“”‘’")
 
 
 def only_number(text, gold):
@@ -310,6 +432,7 @@ def only_number(text, gold):
 def last_number(text, gold):
     """The last number is the gold one, and the number before it is not offered as an
     alternative ("41 or 42")."""
+    text = plain(text)
     want, got = numbers(gold), numbers(text)
     if len(want) != 1 or not got or got[-1][0] != want[0][0]:
         return False
@@ -319,19 +442,34 @@ def last_number(text, gold):
     return not HEDGE.fullmatch(between)
 
 
+def after_thought(text, thinks):
+    """What follows the last thought; nothing where a thought stays open. thinks: it began in
+    the prompt."""
+    _, closed, rest = text.rpartition("</think>")
+    if "<think>" in rest or (thinks and not closed):
+        return ""
+    return rest.strip()
+
+
 def reward(problem, text):
-    """1.0 if the response text answers the problem, else 0.0. Empty text, or a gold answer
-    that its rule cannot read, earns 0. Problems from a file are judged by their last number
-    if the gold answer is one number, else by their words."""
-    # stop and chat tokens that a caller may have decoded too
-    text = re.sub(r"<\|[^<>|]*\|>", " ", text).strip()
+    """1.0 if the response text answers the problem, else 0.0. text: without stop tokens, which
+    would be words of it. Empty text, a thought, or a gold answer that its rule cannot read
+    earns 0. Problems from a file are judged by their last number if the gold answer is one
+    number, else by their words. ValueError where a task's rule returns no finite number."""
+    text = after_thought(text, problem.thinks)
     if problem.task in TASKS:
         rule = TASKS[problem.task][1]
-    elif NUMBER.fullmatch(problem.answer.strip(" $.%")):
+    elif is_number(problem.answer):
         rule = last_number
     else:
         rule = exact
-    return float(bool(text) and rule(text, problem.answer))
+    if not text:
+        return 0.0
+    earned = rule(text, problem.answer)
+    if not isinstance(earned, (bool, int, float)) or not math.isfinite(earned):
+        raise ValueError(f"the rule of task {problem.task} returns {earned!r}, must be True, "
+                         "False or a finite number")
+    return float(earned)
 
 
 TASKS = {
@@ -347,21 +485,50 @@ class Problems:
     """Problems of a task and their prompts as token ids, by index. A file is checked at the start.
 
     task: a name in TASKS or a .jsonl file. tok: Tokenizer. tokens: longest prompt. n_eval: held-out
-    problems wanted; a file may have fewer. Raises ValueError, naming the problem, for a prompt that
-    is empty or too long."""
+    problems wanted; a file may have fewer. template: arguments of the chat template. skip_long:
+    leave out what is longer than `tokens`. notes: lines that a user should read. Raises
+    ValueError, naming the problem, for a prompt that is empty or too long."""
 
-    def __init__(self, task, tok, seed, tokens, n_eval):
-        self.task, self.seed, self.tokens, self.encode = task, seed, tokens, prompt_encoder(tok)
-        self.file, self.n_eval = None, n_eval
+    def __init__(self, task, tok, seed, tokens, n_eval, template=None, skip_long=False):
+        self.task, self.seed, self.tokens, self.n_eval = task, seed, tokens, n_eval
+        self.encode, self.notes = prompt_encoder(tok, template), list(tok.notes)
+        self.thinks = opens_thought(tok, self.encode)
+        self.file = None
         if task not in TASKS:
-            self.file = read_problems(task)
-            self.n_eval = min(n_eval, -(-len(self.file) // HOLD_OUT))
-        some = [self.one(split, 0) for split in ("eval", "train")]
-        for i, p in enumerate(self.file or some):
-            n = len(self.encode(p.text))
-            if not 0 < n <= tokens:
-                raise ValueError(f"problem {i + 1} of {task} has {n} tokens, prompt_tokens is "
-                                 f"{tokens}")
+            self.file = split_file(read_problems(task, self.notes))
+            self._check_lengths(skip_long)
+            self.n_eval = min(n_eval, len(self.file["eval"]))
+            words = sum(not is_number(p.answer) for pool in self.file.values() for p in pool)
+            if words:
+                self.notes.append(f"{task}: {words} answers are no numbers and have to be given "
+                                  "word for word")
+        for split in ("eval", "train"):
+            self.get(split, [0])
+
+    def _check_lengths(self, skip_long):
+        """Sorts out prompts that are too long, split by split, so that the others stay where
+        they are. One that is empty is an error."""
+        fitting, longest, n, total = {}, 0, 0, 0
+        for split, pool in self.file.items():
+            lengths = [len(self.encode(p.text)) for p in pool]
+            for p, length in zip(pool, lengths):
+                if not length:
+                    raise ValueError(f"{self.task}: the prompt {p.text[:80]!r} has no tokens")
+            fitting[split] = [p for p, length in zip(pool, lengths) if length <= self.tokens]
+            longest = max(longest, *lengths)
+            total += len(pool)
+            n += len(pool) - len(fitting[split])
+        if not n:
+            return
+        what = (f"{self.task}: {n} of {total} prompts are longer than prompt_tokens="
+                f"{self.tokens}, the longest has {longest} tokens")
+        if not skip_long:
+            raise ValueError(f"{what}: raise prompt_tokens, or leave them out with "
+                             "--skip_long=True")
+        if not all(fitting.values()):
+            raise ValueError(f"{what}: too few are left")
+        self.file = fitting
+        self.notes.append(f"{what}: they are left out")
 
     def get(self, split, indices):
         """-> problems number `indices` of a split, "train" or "eval"; their prompts"""
@@ -370,8 +537,10 @@ class Problems:
 
     def one(self, split, i):
         if self.file is None:
-            return problem(self.task, split, self.seed, i, tokens=self.tokens, encode=self.encode)
-        return file_problem(self.file, split, self.seed, i)
+            p = problem(self.task, split, self.seed, i, tokens=self.tokens, encode=self.encode)
+        else:
+            p = file_problem(self.file, split, self.seed, i)
+        return replace(p, thinks=self.thinks)
 
 
 if __name__ == "__main__":

@@ -8,12 +8,17 @@ The idea. `tokenizer.json` says three things: how text is cut into pieces (a reg
 pairs of tokens merge (in this order), and which texts are tokens of their own (added
 tokens, such as <|im_end|>). tiktoken runs the regex and the merges from one table of ranks;
 this file builds that table and refuses by name whatever it would compute differently.
+Everything in the files is checked here and nowhere else.
 
 What differs from transformers' AutoTokenizer on purpose:
-- text that spells an added token stays text unless special=True: what a user or a data set says
-  must not end a turn.
-- nothing is put in front or behind; a chat template writes its own BOS, and a second one is a
-  classic mistake.
+- text that spells an added token stays text unless special=True, and so does what a message
+  says: only the chat template's own text ends a turn.
+- encode puts nothing in front; a chat template writes its own BOS, and a second one is a
+  classic mistake. What post_processor puts in front is `bos_ids`, for prompts without a
+  template; what it puts behind is left out, as the response follows.
+- a token with which the template ends a turn is a stop token, whatever the checkpoint says.
+- a template's strftime_now is always DATE, and it has no random filter: a prompt does not
+  depend on the day.
 - lone surrogates, on which transformers raises, become U+FFFD; surrogate pairs become their
   character.
 
@@ -22,6 +27,9 @@ characters mostly) are dropped after merging, not before; runs of white space ar
 262,144 characters (tiktoken's regex overflows at a million); the tables that say what is a
 letter or composes under NFC are tiktoken's and Python's.
 
+A template is a program: its loops and its output are bounded, what a single expression may
+allocate ('x' * 10 ** 10) is not.
+
 Left out: sentencepiece and word-piece models, training, offsets, padding, truncation.
 
 References: BPE (arXiv 1508.07909), GPT-2's byte alphabet and pattern, tiktoken, chat
@@ -29,10 +37,12 @@ templates as transformers renders them.
 """
 import datetime
 import json
+import math
 import os
 import re
 import sys
 import unicodedata
+from contextlib import contextmanager
 
 import tiktoken
 
@@ -52,86 +62,140 @@ DIGITS_THEN_GPT2 = r"'(?:[sdmt]|ll|ve|re)| ?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+|\s+(
 # spaces
 LONGEST_SPACE = 2 ** 18
 
+# far above what real checkpoints have, low enough that reading ends soon and in 1 GB
+MOST_BYTES = 2 ** 25      # of a JSON file or a template
+MOST_IDS = 2 ** 22
+LONGEST_ADDED = 256       # characters of an added token
+MOST_CHECKS = 2 ** 28     # sum over the vocabulary of a token's length, squared
+MOST_TURNS = 10 ** 5      # of a template's loops, in one rendering
+MOST_TEXT = 2 ** 25       # characters that a template may write
+
+DATE = datetime.datetime(2024, 7, 26)  # today, for templates: the day Llama 3.2's falls back on
+THOUGHT = ("<think>", "</think>")      # stay in every text: they tell thought and answer apart
+JSON_NAMES = {dict: "an object", list: "a list", str: "text", bool: "true or false"}
+
 
 class Tokenizer:
     """`Tokenizer(path)`: the tokenizer of a checkpoint, from a folder or from the hub
     repository of that name.
 
-    len(tok): usable ids (largest + 1), to which `model.vocab_used` can be lowered;
-    stop_ids: ids that end a response; has_chat: is there a chat template; added: text -> id
-    of the added tokens; bytes: id -> bytes of every token. Raises FileNotFoundError without
-    a tokenizer.json, ValueError for a tokenizer that this file would run wrongly."""
+    len(tok): usable ids (largest + 1), to which `model.vocab_used` can be lowered; absent:
+    ids below that without a token; stop_ids: ids that end a response; bos_ids: ids that
+    begin a prompt without chat template; has_chat: is there a chat template; added: text ->
+    id of the added tokens; bytes: id -> bytes of every token; notes: lines that a user
+    should read. Raises FileNotFoundError without a tokenizer.json, ValueError, which names
+    file and key, for a tokenizer that this file would run wrongly."""
 
     def __init__(self, path):
         path = find_checkpoint(path)
         spec = read_json(path, "tokenizer.json")
-        config = read_json(path, "tokenizer_config.json", {})
-        if not spec:
+        if spec is None:
             raise FileNotFoundError(f"{path} holds no tokenizer.json "
                                     "(a sentencepiece tokenizer.model alone is not supported)")
-        try:
-            check_model(spec["model"])
-            pattern = read_pattern(spec.get("pre_tokenizer"))
-            self.nfc = read_normalizer(spec.get("normalizer"))
-            self._read_added(spec.get("added_tokens") or [])
-            tokens = self._read_merges(spec["model"])  # rank -> bytes
+        self.notes = []
+        with naming(path, "tokenizer.json"):
+            model = entry(spec, "model", dict)
+            check_model(model)
+            pattern = read_pattern(entry(spec, "pre_tokenizer", dict, {}))
+            self.nfc = read_normalizer(entry(spec, "normalizer", dict, {}))
+            self._read_added(entry(spec, "added_tokens", list, []), entry(model, "vocab", dict))
+            tokens = self._read_merges(model)  # rank -> bytes
             ranks = {t: rank for rank, t in enumerate(tokens)}
             self.bpe = tiktoken.Encoding(path, pat_str=pattern, mergeable_ranks=ranks,
                                          special_tokens={})
-            self.named = {k: v["content"] if isinstance(v, dict) else v
-                          for k, v in config.items() if k.endswith("_token") and v}
-            self.stop_ids = self._read_stop_ids(path)
-            self.template = read_template(path, config)
-        # whatever may stand in a JSON file
-        except (ValueError, KeyError, TypeError, AttributeError, IndexError) as e:
-            why = " ".join(str(e).split())
-            if isinstance(e, KeyError):
-                why = f"{e} is missing"
-            raise ValueError(f"tokenizer of {path}: {why}") from None
+            self._merge("a 1.")  # does its pattern find empty pieces? tiktoken panics on these
+            self.bos_ids = self._read_bos(entry(spec, "post_processor", dict, {}))
+        config = read_json(path, "tokenizer_config.json", {})
+        with naming(path, "tokenizer_config.json"):
+            self.named = read_named(config)
+        self.stop_ids = self._read_stop_ids(path)
+        self.template = read_template(path, config)
+        self._stop_at_turns()
 
-    def _read_added(self, tokens):
+    def _read_added(self, tokens, vocab):
+        ids, late, free = {}, set(), len(vocab)
+        self.hidden = set()  # ids that decode(special=False) leaves out, besides stop tokens
         for t in tokens:
+            if type(t) is not dict:
+                raise ValueError(f"added_tokens holds {short(t)}, must be objects")
+            text = entry(t, "content", str)
+            if not 0 < len(text) <= LONGEST_ADDED:
+                raise ValueError(f"added token {short(text)} has {len(text)} characters, "
+                                 f"must have 1 to {LONGEST_ADDED}")
             for option in ("lstrip", "rstrip", "single_word"):
-                if t.get(option):
-                    raise ValueError(f"added token {t['content']!r} has {option}, "
-                                     "which is not supported")
-        # tokens marked `normalized` are looked for, normalised, in the normalised text,
-        # the others before normalising
-        late = {t["content"]: unicodedata.normalize("NFC", t["content"])
-                for t in tokens if self.nfc and t.get("normalized")}
-        self.added = {late.get(t["content"], t["content"]): t["id"] for t in tokens}
-        late = set(late.values())
-        self.cut_early, self.cut_late = cutter(self.added.keys() - late), cutter(late)
+                if entry(t, option, bool, False):
+                    raise ValueError(f"added token {text!r} has {option}, which is not supported")
+            # tokens marked `normalized` are looked for, normalised, in the normalised text,
+            # the others before normalising
+            if entry(t, "normalized", bool, False) and self.nfc:
+                text = unicodedata.normalize("NFC", text)
+                late.add(text)
+            if text in ids:
+                raise ValueError(f"added token {text!r} stands there twice")
+            # the tokenizers library numbers them itself and does not look at the file's id
+            ids[text] = check_id(t.get("id"), f"added token {text!r}")
+            expected = vocab.get(t["content"], free)
+            if ids[text] != expected:
+                raise ValueError(f"added token {text!r} has id {ids[text]}, must have {expected}: "
+                                 "its id in the vocabulary, or the next free one")
+            free = max(free, expected + 1)
+            if entry(t, "special", bool, False) and text not in THOUGHT:
+                self.hidden.add(ids[text])
+        self.added = ids
+        self.cut_early, self.cut_late = cutter(ids.keys() - late), cutter(late)
+        self.spelled = either_of(ids)
+        # to look up beginnings ("\0<|im") and ends ("end|>\0") in
+        self.spellings = "\0" + "\0".join(ids) + "\0"
 
     def _read_merges(self, model):
+        whole = entry(model, "vocab", dict)
+        check_vocabulary(whole, self.added)
         # added tokens stay out of the ranks, even where the vocabulary lists them: no merge
         # may produce one
-        vocab = {t: i for t, i in model["vocab"].items() if t not in self.added}
-        odd = [t for t in vocab if not t or set(t) - BYTE_OF.keys()]
-        if odd:
-            raise ValueError(f"vocabulary entry {odd[0]!r} is not byte-level BPE "
+        vocab = {t: i for t, i in whole.items() if t not in self.added}
+        strange = set("".join(vocab)) - BYTE_OF.keys()
+        if strange or "" in vocab:
+            odd = next(t for t in vocab if not t or strange & set(t))
+            raise ValueError(f"vocabulary entry {short(odd)} is not byte-level BPE "
                              "(a sentencepiece model?)")
-        # a token's rank is its place in the list of merges. In the families named at the
-        # top ids have the same order, but nothing here needs that: self.ids maps ranks to
-        # ids. Llama 3 lists every split of a token: the first counts
-        merges = (m.split(" ") if isinstance(m, str) else m for m in model["merges"])
-        merged = [a + b for a, b in merges if a + b not in self.added]
-        order = dict.fromkeys([t for t in vocab if len(t) == 1] + merged)
-        unmade, unknown = vocab.keys() - order.keys(), order.keys() - vocab.keys()
-        for what, odd in (("no merge makes", unmade), ("the vocabulary lacks", unknown)):
-            if odd:
-                raise ValueError(f"{what} token {min(odd)!r} ({len(odd)} such)")
-        tokens = [bytes(BYTE_OF[c] for c in t) for t in order]
+        merges = read_merges(entry(model, "merges", list), whole)
+        merges = {pair: rank for pair, rank in merges.items() if "".join(pair) not in self.added}
+        order = rank_tokens(vocab, merges, ignore=entry(model, "ignore_merges", bool, False))
         self.ids = [vocab[t] for t in order]  # rank -> id
-        self.bytes = dict(zip(self.ids, tokens)) | {i: t.encode() for t, i in self.added.items()}
+        self.bytes = {i: bytes(map(BYTE_OF.get, t)) for t, i in vocab.items()}
+        tokens = [self.bytes[i] for i in self.ids]
+        self.bytes |= {i: t.encode("utf-8", "replace") for t, i in self.added.items()}
+        if not self.bytes:
+            raise ValueError("vocab is empty")
         # tiktoken panics on a byte that it has no token for: absent bytes get ranks past
         # the vocabulary, and no id
         absent = sorted({bytes([b]) for b in range(256)} - set(tokens))
-        if absent and model.get("unk_token"):
-            raise ValueError(f"unk_token {model['unk_token']!r} in place of {len(absent)} "
+        unknown = entry(model, "unk_token", str, "")
+        if absent and unknown:
+            raise ValueError(f"unk_token {short(unknown)} in place of {len(absent)} "
                              "absent bytes is not supported")
         self.ids += [None] * len(absent)
         return tokens + absent
+
+    def _read_bos(self, post):
+        """post_processor -> ids that it puts in front of a text"""
+        ids = []
+        for step in flat(post, "processors"):
+            if step["type"] == "TemplateProcessing":
+                known = entry(step, "special_tokens", dict, {})
+                for piece in entry(step, "single", list):
+                    if "Sequence" in piece:
+                        break
+                    name = entry(piece, "SpecialToken", dict).get("id")
+                    ids += entry(known.get(name) or {}, "ids", list)
+            elif step["type"] != "ByteLevel":  # which moves offsets only
+                raise ValueError(f"post_processor {short(step['type'])} is not supported "
+                                 "(TemplateProcessing and ByteLevel are)")
+        odd = [i for i in ids if type(i) is not int or i not in self.bytes]
+        if odd:
+            raise ValueError(f"post_processor puts id {short(odd[0])} in front, "
+                             "which has no token")
+        return tuple(ids)
 
     def _read_stop_ids(self, path):
         # a set: Qwen2.5-Instruct ends a turn with <|im_end|> and a document with
@@ -139,25 +203,56 @@ class Tokenizer:
         stops = set()
         for file in ("generation_config.json", "config.json"):
             ids = read_json(path, file, {}).get("eos_token_id")
-            if isinstance(ids, list):
-                stops |= set(ids)
-            elif ids is not None:
-                stops.add(ids)
+            if ids is None:
+                continue
+            if type(ids) is not list:
+                ids = [ids]
+            for i in ids:
+                if type(i) is not int or i not in self.bytes:
+                    raise ValueError(f"{os.path.join(path, file)}: eos_token_id {short(i)} is not "
+                                     "in tokenizer.json: must be the id of a token, or a list")
+            stops |= set(ids)
         eos = self.named.get("eos_token")
+        if eos and eos not in self.added:
+            raise ValueError(f"{os.path.join(path, 'tokenizer_config.json')}: eos_token "
+                             f"{short(eos)} is not in tokenizer.json's added_tokens")
         if eos:
-            stops.add(self.added.get(eos))
-        odd = stops - self.bytes.keys()
-        if odd:
-            missing = eos if None in odd else odd.pop()
-            raise ValueError(f"end-of-text token {missing!r} is not in tokenizer.json")
+            stops.add(self.added[eos])
         return tuple(sorted(stops))
+
+    def _stop_at_turns(self):
+        """Adds the token with which the chat template ends an answer to the stop tokens."""
+        said = "Yes, 7."
+        talk = [dict(role="user", content="7?"), dict(role="assistant", content=said)]
+        try:
+            ids = self.chat(talk, add_generation_prompt=False)
+        except ValueError:  # no template, or one that wants other messages
+            return
+        _, found, after = self.decode(ids).rpartition(said)
+        rest = self.cut_early(after.lstrip())
+        if not found or not rest or rest[0] not in self.added:
+            return
+        end = self.added[rest[0]]
+        if end not in self.stop_ids:
+            self.notes.append(f"the chat template ends turns with {rest[0]!r}, which the "
+                              "checkpoint does not call a stop token: here it is one")
+            self.stop_ids = tuple(sorted({*self.stop_ids, end}))
 
     def __len__(self):
         return max(self.bytes) + 1
 
+    @property
+    def absent(self):
+        """Sorted ids below len(tok) that have no token."""
+        return sorted(set(range(len(self))) - self.bytes.keys())
+
     def encode(self, text, special=False):
         """text -> ids, nothing added. special=True turns text that spells an added token into
         that token's id."""
+        return self._encode(text, special)
+
+    def _encode(self, text, special, masks=None):
+        """masks: {code of a private character: the character that it stands for}"""
         try:
             text.encode()
         except UnicodeEncodeError:
@@ -169,7 +264,14 @@ class Tokenizer:
             if self.nfc and part not in added:
                 part = unicodedata.normalize("NFC", part)
             for piece in self.cut_late(part) if special else [part]:
-                ids += [added[piece]] if piece in added else self._merge(piece)
+                if piece in added:
+                    ids.append(added[piece])
+                    continue
+                if masks:
+                    piece = piece.translate(masks)
+                    if self.nfc:
+                        piece = unicodedata.normalize("NFC", piece)
+                ids += self._merge(piece)
         return ids
 
     def _merge(self, text):
@@ -185,56 +287,245 @@ class Tokenizer:
                                  f"{e}") from None
         return [self.ids[r] for r in ranks if self.ids[r] is not None]
 
-    def decode(self, ids):
-        """ids -> text, special tokens included; bytes that are no UTF-8 become U+FFFD.
+    def decode(self, ids, special=True):
+        """ids -> text; bytes that are no UTF-8 become U+FFFD. special=False leaves out stop
+        tokens and added tokens marked `special`, by id, but <think> and </think> stay.
         ValueError for an id without a token."""
+        left_out = set()
+        if not special:
+            left_out = self.hidden.union(self.stop_ids)
         try:
-            return b"".join(self.bytes[int(i)] for i in ids).decode("utf-8", "replace")
+            pieces = [self.bytes[int(i)] for i in ids if int(i) not in left_out]
         except KeyError as e:
             raise ValueError(f"no token has id {e}: ids end at {len(self) - 1}") from None
+        return b"".join(pieces).decode("utf-8", "replace")
 
     @property
     def has_chat(self):
         return self.template is not None
 
-    def chat(self, messages, add_generation_prompt=True):
-        """messages, a list of {"role", "content"} -> ids of the rendered chat template,
-        special tokens recognised.
+    def chat(self, messages, /, add_generation_prompt=True, **arguments):
+        """messages, a list of {"role", "content"} -> ids of the rendered chat template.
 
         The template decides all: Qwen2.5 and SmolLM2 write a system prompt of their own if
-        `messages` has none. Special tokens spelled in a message's content become special
-        ids, as in transformers. Raises ValueError without a template or when the template
-        refuses the messages."""
+        `messages` has none. What messages say is text: special tokens come from the
+        template, from roles and from `arguments`, which go to the template
+        (enable_thinking=False). Raises ValueError without a template, when the template
+        refuses the messages or does not know an argument."""
         if not self.has_chat:
             raise ValueError("this checkpoint has no chat template")
-        try:
-            text = self.template.render(
-                messages=messages, add_generation_prompt=add_generation_prompt,
-                tools=None, documents=None, **self.named)
-        except Exception as e:  # a template is a program: whatever it does wrong is its fault
-            raise ValueError(f"chat template: {' '.join(str(e).split())}") from None
-        return self.encode(text, special=True)
+        unknown = arguments.keys() - self.template.variables | arguments.keys() & {"messages"}
+        if unknown:
+            raise ValueError(f"the chat template takes no argument {min(unknown)!r} (of "
+                             f"{', '.join(sorted(self.template.variables)) or 'none'})")
+        messages, masks = self._mask(messages)
+        given = dict(tools=None, documents=None, **self.named) | arguments
+        text = self.template.render(dict(given, messages=messages,
+                                         add_generation_prompt=add_generation_prompt))
+        return self._encode(text, special=True, masks=masks)
 
+    def _mask(self, messages):
+        """Private characters take the place of those with which a text could begin an added
+        token or go on with one: -> messages, {code of a private character: character}.
+
+        One character for one, never white space, so that a template may trim and measure. It
+        does not find "</think>" in what is said, though, where that is an added token."""
+        seen = [self.template.source, self.spellings]
+        map_texts(messages, seen.append)
+        seen = "".join(seen)
+        free = (chr(n) for n in range(0xF0000, 0x110000) if chr(n) not in seen)
+        masks = {}  # character -> private character
+
+        def mask(text):
+            composed = unicodedata.normalize("NFC", text)
+            if self.nfc and self.spelled.search(composed):
+                text = composed
+            characters = list(text)
+            for i in self._seams(text):
+                if text[i] not in masks:
+                    masks[text[i]] = next(free)
+                characters[i] = masks[text[i]]
+            return "".join(characters)
+
+        messages = map_texts(messages, mask)
+        return messages, {ord(private): c for c, private in masks.items()}
+
+    def _seams(self, text):
+        """Positions at which text, alone or between other texts, could spell an added token."""
+        found, m = set(), self.spelled.search(text)
+        while m:
+            found.add(m.start())
+            m = self.spelled.search(text, m.start() + 1)
+        # a template may trim
+        starts = {0, len(text) - len(text.lstrip())}
+        stops = {len(text), len(text.rstrip())}
+        for n in range(1, min(LONGEST_ADDED, len(text) + 1)):
+            found |= {stop - n for stop in stops
+                      if n <= stop and "\0" + text[stop - n:stop] in self.spellings}
+            found |= {start for start in starts
+                      if start < len(text) and text[start:start + n] + "\0" in self.spellings}
+        if text.strip() and text.strip() in self.spellings:
+            found.add(max(starts))
+        return found
+
+
+# ---- checks of JSON ----
 
 def read_json(path, name, default=None):
-    file = os.path.join(path, name)
-    if not os.path.exists(file):
+    """The object in a JSON file of folder `path`. Raises ValueError, which names the file."""
+    text = read_text(os.path.join(path, name))
+    if text is None:
         return default
-    with open(file, encoding="utf-8") as f:
+    with naming(path, name):
         try:
-            return json.load(f)
-        except ValueError as e:
-            raise ValueError(f"{file} is not valid JSON: {e}") from None
+            content = json.loads(text)
+        except (ValueError, RecursionError) as e:
+            raise ValueError(f"is not valid JSON: {e}") from None
+        if type(content) is not dict:
+            raise ValueError(f"holds {short(content)}, must hold an object")
+    return content
 
+
+def read_text(file):
+    """What a text file holds; None without that file. Raises ValueError, which names it."""
+    if not os.path.exists(file):
+        return None
+    if not os.path.isfile(file):
+        raise ValueError(f"{file} is no regular file")
+    if os.path.getsize(file) > MOST_BYTES:
+        raise ValueError(f"{file} has {os.path.getsize(file):,} bytes, at most {MOST_BYTES:,} "
+                         "are read")
+    try:
+        with open(file, encoding="utf-8-sig") as f:
+            return f.read()
+    except UnicodeDecodeError:
+        raise ValueError(f"{file} is not text in UTF-8") from None
+
+
+@contextmanager
+def naming(path, name):
+    """What goes wrong inside is the fault of file `name`: one ValueError of one line."""
+    try:
+        yield
+    # whatever types may stand in a JSON file
+    except (ValueError, KeyError, TypeError, AttributeError, IndexError, RecursionError) as e:
+        why = " ".join(str(e).split())
+        if isinstance(e, KeyError):
+            why = f"{why} is missing"
+        raise ValueError(f"{os.path.join(path, name)}: {why[:500]}") from None
+
+
+REQUIRED = object()
+
+
+def entry(parent, key, kind, default=REQUIRED):
+    """parent[key], which must have that type; default: in place of null and nothing"""
+    value = parent.get(key)
+    if value is None and default is not REQUIRED:
+        return default
+    if key not in parent:
+        raise ValueError(f"{key!r} is missing")
+    if type(value) is not kind:
+        raise ValueError(f"{key} is {short(value)}, must be {JSON_NAMES[kind]}")
+    return value
+
+
+def short(value):
+    """A JSON value for an error."""
+    text = repr(value) if isinstance(value, (str, float, int)) else type(value).__name__
+    if value is None or isinstance(value, bool):
+        text = json.dumps(value)
+    return text if len(text) < 80 else text[:80] + "..."
+
+
+def check_id(value, what):
+    if type(value) is not int or not 0 <= value < MOST_IDS:
+        raise ValueError(f"{what} has id {short(value)}, must be a whole number from 0 to "
+                         f"{MOST_IDS - 1:,}")
+    return value
+
+
+def check_vocabulary(vocab, added):
+    """Every id is one, and belongs to one token. added: text -> id of the added tokens, which
+    are different."""
+    owner = {i: text for text, i in added.items()}
+    for text, i in vocab.items():
+        check_id(i, f"vocabulary entry {text!r}"[:100])
+        if owner.setdefault(i, text) != text:
+            raise ValueError(f"tokens {short(owner[i])} and {short(text)} both have id {i}")
+
+
+# ---- the parts of tokenizer.json ----
 
 def check_model(model):
-    if model.get("type") != "BPE" or model.get("byte_fallback"):
-        raise ValueError(f"{model.get('type')} model with byte_fallback="
-                         f"{model.get('byte_fallback')} is not byte-level BPE "
+    kind = model.get("type", "BPE")  # GPT-2's older files leave it out
+    if kind != "BPE" or model.get("byte_fallback"):
+        raise ValueError(f"{short(kind)} model with byte_fallback="
+                         f"{short(model.get('byte_fallback'))} is not byte-level BPE "
                          "(sentencepiece tokenizers are not supported)")
     for option in ("dropout", "continuing_subword_prefix", "end_of_word_suffix"):
         if model.get(option):
-            raise ValueError(f"BPE option {option}={model[option]!r} is not supported")
+            raise ValueError(f"BPE option {option}={short(model[option])} is not supported")
+
+
+def read_merges(merges, vocab):
+    """["a b", ...] or [["a", "b"], ...] -> {pair of tokens: its place}. Of a pair that is
+    listed twice the last place counts, as in the tokenizers library."""
+    ranks = {}
+    for rank, pair in enumerate(merges):
+        if type(pair) is str:
+            pair = pair.split(" ")
+        if type(pair) is not list or len(pair) != 2 or {str} != set(map(type, pair)):
+            raise ValueError(f"merge {rank} is {short(merges[rank])}, must be two tokens")
+        for token in (*pair, "".join(pair)):
+            if token not in vocab:
+                raise ValueError(f"the vocabulary lacks token {short(token)} of merge {rank}")
+        ranks[tuple(pair)] = rank
+    return ranks
+
+
+def rank_tokens(vocab, merges, ignore):
+    """Tokens in the order in which tiktoken has to merge them, for the ids of the tokenizers
+    library. ignore: a piece that is a token is not merged (ignore_merges).
+
+    tiktoken merges every pair whose text is a token, the library only pairs that are
+    listed. What happens inside a token's text does not depend on its surroundings until
+    something crosses its border, so a token has one last merge: that of its text alone. If
+    this pair is listed, its place is the token's rank, and tiktoken comes to the same
+    pair. If not, no text contains the token, and it stays out of the ranks."""
+    if sum(len(t) ** 2 for t in vocab) > MOST_CHECKS:
+        raise ValueError(f"the tokens are too long: squared, their lengths may add up to "
+                         f"{MOST_CHECKS:,}")
+    single, rank, rest = [], {}, []
+    for token in vocab:
+        parts = split_last(token, merges)
+        if len(parts) == 1:
+            single.append(token)
+        elif parts in merges:
+            rank[token] = merges[parts]
+        elif ignore and len(parts) == 2:
+            # tiktoken would merge these two everywhere
+            raise ValueError(f"no merge makes token {short(token)}, and ignore_merges is true")
+        elif ignore:
+            rest.append(token)
+    return single + sorted(rank, key=rank.get) + rest
+
+
+def split_last(token, merges):
+    """The two parts of `token` before its last merge, or more where merging ends earlier."""
+    parts = list(token)
+    ranks = [merges.get(pair, math.inf) for pair in zip(parts, parts[1:])]
+    while len(parts) > 2:
+        first = min(ranks)
+        if first == math.inf:
+            break
+        i = ranks.index(first)
+        parts[i:i + 2] = [parts[i] + parts[i + 1]]
+        del ranks[i]
+        for j in (i - 1, i):  # the pairs with both neighbours
+            if 0 <= j < len(ranks):
+                ranks[j] = merges.get((parts[j], parts[j + 1]), math.inf)
+    return tuple(parts)
 
 
 def read_pattern(pre):
@@ -248,70 +539,160 @@ def read_pattern(pre):
         case [{"type": "Digits", "individual_digits": True},
               {"type": "ByteLevel", "add_prefix_space": False, "use_regex": True}]:
             return DIGITS_THEN_GPT2
-        case [{"type": "Split", "pattern": {"Regex": pattern},
+        case [{"type": "Split", "pattern": {"Regex": str(pattern)},
                "behavior": "Isolated", "invert": False},
               {"type": "ByteLevel", "add_prefix_space": False, "use_regex": False}]:
             # Isolated keeps what the pattern does not match as pieces of their own, where
             # tiktoken would drop it
             return rf"(?:{pattern})|(?:(?!{pattern})[\s\S])+"
-    raise ValueError(f"pre_tokenizer {json.dumps(pre)[:200]} is not supported")
+    raise ValueError(f"pre_tokenizer {json.dumps(pre or None)[:200]} is not supported")
 
 
 def read_normalizer(norm):
     """True for NFC, False for none. Raises ValueError for any other kind."""
     kinds = [s["type"] for s in flat(norm, "normalizers")]
-    if set(kinds) - {"NFC"}:
+    if any(kind != "NFC" for kind in kinds):
         raise ValueError(f"normalizer {kinds} is not supported (NFC is)")
     return bool(kinds)
 
 
 def flat(step, key):
-    """A step of tokenizer.json, a Sequence of steps or null -> list of steps."""
+    """A step of tokenizer.json, a Sequence of steps or nothing -> list of steps."""
     if not step:
         return []
-    return step[key] if step["type"] == "Sequence" else [step]
+    return entry(step, key, list) if step["type"] == "Sequence" else [step]
 
+
+def read_named(config):
+    """tokenizer_config.json -> {"eos_token": "<|im_end|>", ...}"""
+    named = {}
+    for key, value in config.items():
+        if isinstance(value, dict):
+            value = value.get("content")
+        if key in ("bos_token", "eos_token") and not isinstance(value, str | None):
+            raise ValueError(f"{key} is {short(value)}, must be text")
+        # add_bos_token is a switch
+        if key.endswith("_token") and value and isinstance(value, str):
+            named[key] = value
+    return named
+
+
+# ---- the chat template ----
 
 def read_template(path, config):
     """The compiled chat template, or None: chat_template.jinja, else the (default) one of
     tokenizer_config.json."""
-    from jinja2 import TemplateError
-    from jinja2.sandbox import ImmutableSandboxedEnvironment
-    source = config.get("chat_template")
-    if isinstance(source, list):
-        source = {t["name"]: t["template"] for t in source}.get("default")
-    file = os.path.join(path, "chat_template.jinja")
-    if os.path.exists(file):
-        with open(file, encoding="utf-8") as f:
-            source = f.read()
+    source, name = read_text(os.path.join(path, "chat_template.jinja")), "chat_template.jinja"
     if source is None:
-        return None
+        source, name = config.get("chat_template"), "tokenizer_config.json"
+    with naming(path, name):
+        if isinstance(source, list):
+            source = {entry(t, "name", str): entry(t, "template", str) for t in source}
+            source = source.get("default")
+        if source is None:
+            return None
+        if type(source) is not str:
+            raise ValueError(f"chat_template is {short(source)}, must be text")
+        return Template(source)
+
+
+class Template:
+    """A chat template, a program from the internet: sandboxed, it cannot change what it is
+    handed, and what it loops and writes is bounded.
+
+    variables: the names that it takes from outside. Raises ValueError."""
+
+    def __init__(self, source):
+        from jinja2 import TemplateError, meta, nodes
+
+        self.source, self.turns = source, 0
+        env = environment()
+        env.globals["count_turn"] = self._count
+        count = env.parse("{{ count_turn() }}").body  # writes nothing
+        try:
+            tree = env.parse(source)
+            self.variables = meta.find_undeclared_variables(tree) - env.globals.keys()
+            for loop in tree.find_all((nodes.For, nodes.Macro, nodes.CallBlock)):
+                loop.body[:0] = count
+            self.compiled = env.from_string(tree)
+        except (TemplateError, RecursionError) as e:
+            raise ValueError(f"chat template cannot be read: {e}") from None
+
+    def _count(self):
+        self.turns += 1
+        if self.turns > MOST_TURNS:
+            raise ValueError(f"its loops turn more than {MOST_TURNS:,} times")
+        return ""
+
+    def render(self, variables):
+        self.turns, size, parts = 0, 0, []
+        try:
+            for part in self.compiled.generate(variables):
+                size += len(part)
+                if size > MOST_TEXT:
+                    raise ValueError(f"it writes more than {MOST_TEXT:,} characters")
+                parts.append(part)
+        except Exception as e:  # a template is a program: whatever it does wrong is its fault
+            why = " ".join(str(e).split()) or type(e).__name__
+            raise ValueError(f"chat template: {why}") from None
+        return "".join(parts)
+
+
+def environment():
+    """What transformers offers to templates, but for what would make prompts differ from day
+    to day."""
+    from jinja2 import TemplateError, nodes
+    from jinja2.ext import Extension
+    from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+    class Generation(Extension):
+        """{% generation %} marks what an assistant says; it changes no text."""
+        tags = {"generation"}
+
+        def parse(self, parser):
+            line = next(parser.stream).lineno
+            body = parser.parse_statements(["name:endgeneration"], drop_needle=True)
+            return nodes.Scope(body).set_lineno(line)
 
     def raise_exception(message):
         raise TemplateError(message)
 
-    def strftime_now(form):
-        return datetime.datetime.now().strftime(form)
+    def tojson(x, ensure_ascii=False, indent=None, separators=None, sort_keys=False):
+        # jinja2's own escapes HTML
+        return json.dumps(x, ensure_ascii=ensure_ascii, indent=indent, separators=separators,
+                          sort_keys=sort_keys)
 
-    def tojson(x, indent=None):  # jinja2's own escapes HTML
-        return json.dumps(x, ensure_ascii=False, indent=indent)
-
-    # a template is a program from the internet: sandboxed, and it cannot change what it is handed
     env = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True,
-                                        extensions=["jinja2.ext.loopcontrols"])
-    env.globals |= {"raise_exception": raise_exception, "strftime_now": strftime_now}
+                                        extensions=["jinja2.ext.loopcontrols", Generation])
+    env.globals |= {"raise_exception": raise_exception, "strftime_now": DATE.strftime}
     env.filters["tojson"] = tojson
-    try:
-        return env.from_string(source)
-    except TemplateError as e:
-        raise ValueError(f"chat template cannot be read: {e}") from None
+    del env.filters["random"], env.globals["lipsum"]
+    return env
+
+
+def map_texts(value, change):
+    """A copy of messages in which change(text) stands for each text but roles and types, by
+    which a template chooses what to write."""
+    if isinstance(value, str):
+        return change(value)
+    if isinstance(value, list):
+        return [map_texts(v, change) for v in value]
+    if isinstance(value, dict):
+        return {k: v if k in ("role", "type") else map_texts(v, change) for k, v in value.items()}
+    return value
+
+
+# ---- cutting text ----
+
+def either_of(tokens):
+    """A pattern that finds the leftmost, then longest, of `tokens`."""
+    longest_first = sorted(tokens, key=len, reverse=True)
+    return re.compile("(" + ("|".join(map(re.escape, longest_first)) or "(?!)") + ")")
 
 
 def cutter(tokens):
-    """A function that cuts text at the leftmost, then longest, of `tokens`: -> the non-empty
-    parts, tokens among them."""
-    longest_first = sorted(tokens, key=len, reverse=True)
-    pattern = re.compile("(" + "|".join(map(re.escape, longest_first)) + ")")
+    """A function that cuts text at `tokens`: -> the non-empty parts, tokens among them."""
+    pattern = either_of(tokens)
 
     def whole(text):
         return [text]
@@ -331,15 +712,24 @@ def cut_space(text):
     return [text[a:b] for a, b in zip(cuts, cuts[1:] + [len(text)])]
 
 
-if __name__ == "__main__":
-    if len(sys.argv) < 2:
-        raise SystemExit("usage: python -m data.tokenizer FOLDER_OR_HUB_NAME [TEXT]")
-    tok = Tokenizer(sys.argv[1])
-    text = " ".join(sys.argv[2:])
+def main(folder, *words):
+    try:
+        tok = Tokenizer(folder)
+    except (ValueError, OSError) as e:
+        raise SystemExit(f"error: {e}") from None
+    text = " ".join(words)
     ids = tok.encode(text or "Every key has a lifetime: it's born at 17, it dies at 4096.  🙂")
     stops = [tok.decode([i]) for i in tok.stop_ids]
     print(f"{len(tok):,} ids, {len(tok.added)} of them added, chat template: {tok.has_chat}, "
           f"stops at {stops}")
+    for note in tok.notes:
+        print(note)
     for i in ids:
         print(f"{i:8d}  {tok.bytes[i]!r}")
     print(f"{len(ids)} tokens -> {tok.decode(ids)!r}")
+
+
+if __name__ == "__main__":
+    if len(sys.argv) < 2:
+        raise SystemExit("usage: python -m data.tokenizer FOLDER_OR_HUB_NAME [TEXT]")
+    main(*sys.argv[1:])

@@ -5,9 +5,11 @@ import re
 
 import pytest
 
+from data import tasks
 from data.tasks import (
     TASKS,
     Problem,
+    Problems,
     exact,
     file_problem,
     numbers,
@@ -15,6 +17,7 @@ from data.tasks import (
     prompt_encoder,
     read_problems,
     reward,
+    split_file,
 )
 
 ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
@@ -61,9 +64,116 @@ def test_last_number(text, want):
     ("1,234", [1234]), ("1,234,567.5", [1234567.5]), ("1,23", [1, 23]), ("1,2345", [1, 2345]),
     ("5-3", [5, 3]), ("5 - 3", [5, 3]), ("x = -3", [-3]), ("-$7", [-7]), ("$-7", [-7]),
     ("(-7)", [-7]), ("−7", [-7]), ("3.14", [3.14]), ("end 7.", [7]), ("X7 = X12", []),
-    ("18km", [18]), ("50%", [50]), ("1.2.3", [1.2]), ("no", [])])
+    ("18km", [18]), ("50%", [50]), ("1.2.3", [1.2]), ("no", []),
+    # a leading point, but not the end of something
+    (".5", [0.5]), ("-.5", [-0.5]), ("$.50", [0.5]), ("is .25.", [0.25]), ("(.5)", [0.5]),
+    ("...5", [5]), ("v.5", [5]), ("(a).5", [5]), ("1..5", [1, 5]),
+    # LaTeX and typography
+    ("9{,}500", [9500]), (r"9\,500", [9500]), (r"\$9{,}500.25", [9500.25]), (r"3.5\,km", [3.5]),
+    (r"50\%", [50]), ("9\u202f500", [9500]), ("9\u2009500\u2009000", [9500000]),
+    ("1{,}23", [1, 23]),
+    ("\u20137", [-7]), ("\u20107", [-7]), ("\u20117", [-7]), ("\uff0d7", [-7]),
+    ("5\u20137", [5, 7]), ("5 \u2013 7", [5, 7]), ("\u20147", [7]), ("+5", [5]), ("3+5", [3, 5]),
+    # exponents
+    ("1e-05", [1e-5]), ("1.2E3", [1200]), ("-1e+2", [-100]), ("3 x 10^4", [30000]),
+    (r"3 \times 10^{4}", [30000]), (r"-2.5\cdot10^{-2}", [-0.025]), ("3 × 10⁴", [30000]),
+    ("3 · 10⁻²", [0.03]), ("3*10**4", [30000]), ("10^4", [10000]), ("2^10", [2, 10]),
+    ("2 x 10 = 20", [2, 10, 20]), ("7e", [7]), ("a5e3", []), ("4e3km", [4000])])
 def test_numbers(text, want):
     assert [float(n) for n, _, _ in numbers(text)] == want
+
+
+JUDGED = [  # gold, text, what it earns
+    (".5", ".5", 1), (".5", "0.5", 1), (".5", "It is .50.", 1), (".5", "5", 0), (".5", "-.5", 0),
+    ("5", ".5", 0), ("0.5", ".5", 1), ("-.5", "−.5", 1), ("-.5", ".5", 0),
+    ("9500", "9{,}500", 1), ("500", "9{,}500", 0), ("9{,}500", "9,500", 1), ("9{,}500", "500", 0),
+    (r"\$9{,}500", "$9500", 1), ("9500", r"$9\,500$", 1), ("9500", "9 500", 0),
+    ("-7", "–7", 1), ("−7", "-7", 1), ("7", "−7", 0), ("7", "5–7", 0), ("-7", "5–7", 0),
+    ("0.00001", "1e-05", 1), ("1e-05", "0.00001", 1), ("1e-05", "1e-5", 1), ("1e-05", "1", 0),
+    ("1e-05", "5", 0), ("1e-05", "-0.00001", 0), ("1.2E3", "1200", 1), ("1.2E3", "1.2", 0),
+    ("30000", "3 x 10^4", 1), ("3 x 10^4", "30,000", 1), ("3 x 10^4", "4", 0), ("4", "10^4", 0),
+    (r"3 \times 10^{4}", "3e4", 1), ("10", "3 × 10⁴", 0),
+    ("50%", "50", 1), ("50%", r"50\%", 1), ("50%", "0.5", 0), ("5.", "5", 1), ("5 €", "5", 1),
+    ("+5", "5", 1), ("+5", "-5", 0), ("1", "1e99999999999999999999", 0),
+    # letters and units are judged word for word
+    ("B", "B", 1), ("B", "(b).", 1), ("B", "The answer is B", 0), ("B", "A or B", 0),
+    ("x=3", "x = 3", 1), ("x = 3", "X=3.", 1), ("x=3", "3", 0), ("x=3", "x = 4", 0),
+    ("12 km", "12 km", 1), ("12 km", "12", 0), ("12 km", "12km", 0), ("12", "12 km", 1),
+    ("1/2", "1/2", 1), ("1/2", "0.5", 0), ("é", "e\u0301", 1), ("é", "e", 0),
+    ("well-known", "well‑known", 1), ("Paris", "“Paris”", 1)]
+
+
+@pytest.mark.parametrize("gold, text, want", JUDGED)
+def test_what_an_answer_earns(gold, text, want):
+    assert score("file", gold, text) == want
+    assert score("file", gold, gold) == 1
+
+
+def test_numbers_of_any_size_are_read_in_no_time():
+    huge = "9" * 100_000
+    assert score("file", huge, f"It is {huge}.") == 1.0 and score("file", huge, huge + "0") == 0.0
+    assert score("file", "5", "1e999999999") == score("file", "5", "1e-999999999") == 0.0
+    for text in ("1," * 20_000, "1 x " * 20_000, "1" + " " * 50_000, "<think>" * 20_000):
+        assert score("file", "5", text) == 0.0
+
+
+# thoughts
+
+@pytest.mark.parametrize("text, want", [
+    ("4817", 1), ("<think>9999</think>4817", 1), ("<think>a</think>\n\n<think>b</think> 4817", 1),
+    ("<think></think>4817", 1), ("x</think>4817", 1), ("<think>4817", 0),
+    ("<think>4817</think>", 0), ("<think>4817</think>9999", 0), ("4817<think>", 0),
+    ("4817<think>9999</think>", 0),
+    ("<think>a</think>4817<think>b", 0)])
+@pytest.mark.parametrize("task", ("kv", "file"))
+def test_a_thought_is_not_the_answer(task, text, want):
+    assert score(task, "4817", text) == want
+    assert reward(Problem(task, "", "4817", thinks=True), text) == want * ("</think>" in text)
+
+
+def test_stop_tokens_are_left_out_by_id(tmp_path):
+    """What looks like a token is text, and a stop token is none, however it is spelt."""
+    from data.pretrain import STOP, write_json
+    from data.tokenizer import Tokenizer
+    for stop in ("</s>", "<eos>", "<｜end▁of▁sentence｜>", "<|im_end|>"):
+        write_json(str(tmp_path))
+        for name in os.listdir(tmp_path):
+            text = (tmp_path / name).read_text(encoding="utf-8").replace(STOP, stop)
+            (tmp_path / name).write_text(text, encoding="utf-8")
+        tok = Tokenizer(str(tmp_path))
+        ids = [*tok.encode("Paris"), *tok.stop_ids]
+        assert score("file", "Paris", tok.decode(ids, special=False)) == 1.0
+        assert score("file", "Paris", tok.decode(ids)) == 0.0
+        spelt = tok.encode(f"Paris{stop}")
+        assert score("file", "Paris", tok.decode(spelt, special=False)) == 0.0
+    assert score("file", "<|x|>", "<|x|>") == 1.0 and score("file", "a", "a<|x|>") == 0.0
+
+
+@pytest.mark.parametrize("earned, want", [(True, 1.0), (False, 0.0), (1, 1.0), (0.25, 0.25),
+                                          (float("nan"), None), (float("inf"), None), (None, None),
+                                          ("1", None), ([1], None)])
+def test_what_a_rule_may_return(monkeypatch, earned, want):
+    def rule(text, gold):
+        return earned
+
+    monkeypatch.setitem(TASKS, "mine", (tasks.kv, rule))
+    if want is None:
+        with pytest.raises(ValueError, match="the rule of task mine returns .*, must be True"):
+            score("mine", "1", "1")
+    else:
+        got = score("mine", "1", "1")
+        assert got == want and type(got) is float
+    assert score("mine", "1", "") == 0.0  # which asks no rule
+
+
+def test_a_task_draws_text(monkeypatch):
+    def number(rng):
+        facts, supply, question, answer = tasks.kv(rng)
+        return facts, supply, question, int(answer)
+
+    monkeypatch.setitem(TASKS, "mine", (number, tasks.only_number))
+    with pytest.raises(ValueError, match="task mine draws the answer [0-9]+, must be text"):
+        made("mine", "train", 0, 0, tokens=60)
 
 
 @pytest.mark.parametrize("gold", ["", "garbage", "?", "4817 or 9999", "4817 9999"])
@@ -199,17 +309,151 @@ def test_reading_a_file(tmp_path):
     assert reward(problems[2], "$1,234.00") == 1.0
 
 
-@pytest.mark.parametrize("line", [
-    "{", "[1]", '{"prompt": "x"}', '{"answer": "x"}', '{"prompt": "", "answer": "1"}',
-    '{"prompt": "x", "answer": "#### "}'])
-def test_a_bad_line_is_named(tmp_path, line):
+def test_json_numbers_stay_what_is_written(tmp_path):
+    lines = ["0.00001", "1e-05", "1E400", "-0.10", "1" * 5000, "9007199254740993", "7"]
+    path = write_lines(tmp_path / "a.jsonl", [
+        f'{{"prompt": "{i}", "answer": {n}}}' for i, n in enumerate(lines)])
+    answers = [p.answer for p in read_problems(path)]
+    assert answers == ["0.00001", "0.00001", "1E+400", "-0.10", "1" * 5000, "9007199254740993", "7"]
+    assert score("file", answers[5], "9007199254740993") == 1.0
+    assert score("file", answers[5], "9007199254740992") == 0.0  # the nearest float
+
+
+@pytest.mark.parametrize("line, says", [
+    ("{", "is not JSON"), ("[1]", "needs a non-empty"), ("[" * 100_000, "is not JSON"),
+    ('{"prompt": "x"}', "needs"), ('{"answer": "x"}', "needs"),
+    ('{"prompt": 5, "answer": 1}', "needs"),
+    ('{"prompt": "", "answer": "1"}', "needs"), ('{"prompt": "x", "answer": "#### "}', "needs"),
+    *((f'{{"prompt": "y", "answer": {answer}}}', "needs") for answer in
+      ("true", "false", "null", "[1]", "{}", '""', '" "')),
+    *((f'{{"prompt": "y", "answer": {answer}}}', "is not JSON") for answer in
+      ("NaN", "Infinity", "-Infinity", "1e9999999999999999999")),
+    *((f'{{"prompt": "y", "answer": "{answer}"}}', "no text can match") for answer in
+      ("...", "?!", "( )", "<think>5", "5</think>", "1e99999999999999999999")),
+    (r'{"prompt": "\ud83d", "answer": "1"}', "surrogate"),
+    ('{"prompt": "x", "answer": "2"}', "asks what line 1 asks, and answers '2' instead of '1'"),
+    ('{"prompt": " x ", "answer": "2"}', "asks what line 1 asks")])
+def test_a_bad_line_is_named(tmp_path, line, says):
     path = write_lines(tmp_path / "b.jsonl", [{"prompt": "x", "answer": "1"}, line])
-    with pytest.raises(ValueError, match=r"b\.jsonl:2 "):
+    with pytest.raises(ValueError, match=r"b\.jsonl:2 .*" + says):
         read_problems(path)
 
 
+def test_files_that_are_none(tmp_path, monkeypatch):
+    """Not there, a folder, a pipe, a device, other encodings, too large. A byte-order mark, blank
+    lines and Windows' ends are harmless."""
+    with pytest.raises(FileNotFoundError, match="nedle: no such file, and no task: needle, kv"):
+        read_problems("nedle")
+    os.mkfifo(tmp_path / "pipe")
+    for path in (tmp_path, tmp_path / "pipe", "/dev/zero"):
+        with pytest.raises(ValueError, match="is no regular file"):
+            read_problems(str(path))
+    file = tmp_path / "c.jsonl"
+    rows = '{"prompt": "a", "answer": "1"}\r\n\r\n{"prompt": "b", "answer": "2"}'
+    file.write_bytes(b"\xef\xbb\xbf" + rows.encode())
+    assert [p.text for p in read_problems(str(file))] == ["a", "b"]
+    for content, says in ((rows.encode("utf-16"), "c.jsonl:1 is not JSON in UTF-8"),
+                          (b"\xef\xbb\xbf\r\n", "holds no problem"), (b"", "holds no problem")):
+        file.write_bytes(content)
+        with pytest.raises(ValueError, match=says):
+            read_problems(str(file))
+    monkeypatch.setattr(tasks, "LONGEST_LINE", 1000)
+    file.write_text('{"prompt": "a", "answer": "1"}\n' + "x" * 1001)
+    with pytest.raises(ValueError, match="c.jsonl:2 has more than 1,000 bytes"):
+        read_problems(str(file))
+    with open(file, "wb") as f:
+        f.truncate(2 ** 31)  # takes no room on disk
+    with pytest.raises(ValueError, match="c.jsonl has 2,147,483,648 bytes"):
+        read_problems(str(file))
+
+
+def test_no_problem_is_in_both_splits(tmp_path):
+    """Repeated lines, with other white space, are one problem; without them the split is the
+    same."""
+    once = [{"prompt": f"Say {i}.", "answer": str(i)} for i in range(45)]
+    again = [dict(row, prompt=" " + row["prompt"].replace(" ", "  "), answer=row["answer"] + ".0")
+             for row in once]
+    notes, clean = [], []
+    twice = read_problems(write_lines(tmp_path / "a.jsonl", once + again + once[:3]), notes)
+    assert twice == read_problems(write_lines(tmp_path / "b.jsonl", once), clean)
+    assert notes == [f"{tmp_path}/a.jsonl: 48 of 93 problems stand there again and are left out"]
+    assert clean == []
+    splits = split_file(twice)
+    train, held_out = ({p.text for p in splits[name]} for name in ("train", "eval"))
+    assert len(held_out) == 5 and len(train) == 40 and not held_out & train
+    texts = [" ".join(row["prompt"].split()) for row in once + again]
+    assert set(texts[::10]) & {t for i, t in enumerate(texts) if i % 10}  # control: by line
+
+
+def test_prompts_that_are_too_long(tmp_path, checkpoint):
+    _, tok = checkpoint
+    rows = [{"prompt": "word " * (200 if i in (3, 10, 57) else 5) + str(i), "answer": str(i)}
+            for i in range(60)]
+    path = write_lines(tmp_path / "a.jsonl", rows)
+    make = dict(tok=tok, seed=0, n_eval=99)
+    with pytest.raises(ValueError, match="3 of 60 prompts are longer than prompt_tokens=50, the "
+                                         "longest has [0-9]+ .*--skip_long=True"):
+        Problems(path, tokens=50, **make)
+    some = Problems(path, tokens=50, skip_long=True, **make)
+    every = Problems(path, tokens=999, **make)
+    note, = some.notes
+    assert "3 of 60 prompts are longer" in note and "left out" in note and every.notes == []
+    assert every.n_eval == 6 and some.n_eval == 5
+    for split, gone in (("eval", {"10"}), ("train", {"3", "57"})):
+        left = {p.answer for p in some.file[split]}
+        assert {p.answer for p in every.file[split]} - left == gone  # none changed sides
+    with pytest.raises(ValueError, match="too few are left"):
+        Problems(path, tokens=3, skip_long=True, **make)
+    words = [dict(row, answer="word" if i % 2 else row["answer"]) for i, row in enumerate(rows)]
+    words = Problems(write_lines(tmp_path / "b.jsonl", words), tokens=999, **make)
+    assert words.notes == [f"{tmp_path}/b.jsonl: 30 answers are no numbers and have to be given "
+                           "word for word"]
+
+
+def with_template(folder, template):
+    """The embedded checkpoint's tokenizer with a chat template and the tokens of a thought."""
+    from data.pretrain import write_json
+    from data.tokenizer import Tokenizer
+    write_json(str(folder))
+    spec = json.loads((folder / "tokenizer.json").read_text(encoding="utf-8"))
+    first = spec["added_tokens"][0]
+    spec["added_tokens"] += [first | dict(id=first["id"] + 1 + i, content=text)
+                             for i, text in enumerate(("<think>", "</think>"))]
+    (folder / "tokenizer.json").write_text(json.dumps(spec), encoding="utf-8")
+    (folder / "chat_template.jinja").write_text(template)
+    return Tokenizer(str(folder))
+
+
+def test_a_prompt_that_opens_a_thought(tmp_path):
+    """Then a response is a thought until it closes it; a template's argument may turn this off."""
+    tok = with_template(tmp_path, (
+        "Think in <think> and </think>. {{ messages[0].content }}\n<think>"
+        "{% if thinking is defined and not thinking %}</think>{% endif %}"))
+    make = dict(tok=tok, seed=0, tokens=99, n_eval=2)
+    (on,), (prompt,) = Problems("kv", **make).get("eval", [0])
+    assert on.thinks and tok.decode(prompt).endswith("Answer with the number only.\n<think>")
+    think, stop = tok.added["<think>"], tok.added["</think>"]
+    thought = tok.decode([*tok.encode(on.answer)], special=False)
+    answer = tok.decode([*tok.encode("9999"), stop, *tok.encode(on.answer)], special=False)
+    assert (reward(on, thought), reward(on, answer)) == (0.0, 1.0)
+    (off,), (prompt,) = Problems("kv", template={"thinking": False}, **make).get("eval", [0])
+    assert not off.thinks and prompt[-2:] == [think, stop]
+    assert (reward(off, thought), reward(off, answer)) == (1.0, 1.0)
+    with pytest.raises(ValueError, match="takes no argument 'thinkin'"):
+        Problems("kv", template={"thinkin": False}, **make)
+    with pytest.raises(ValueError, match="template is .*, must be an object"):
+        Problems("kv", template=[1], **make)
+
+
+def test_what_the_tokenizer_noticed_is_passed_on(tmp_path):
+    tok = with_template(tmp_path, "{{ messages[-1].content }}<think>")
+    assert tok.added["<think>"] in tok.stop_ids
+    note, = Problems("kv", tok, seed=0, tokens=99, n_eval=2).notes
+    assert "ends turns with '<think>'" in note
+
+
 def test_held_out_lines_of_a_file():
-    problems = tuple(Problem("file", str(i), str(i)) for i in range(95))
+    problems = split_file(tuple(Problem("file", str(i), str(i)) for i in range(95)))
     held_out = {file_problem(problems, "eval", 0, i).text for i in range(10)}
     lap = [file_problem(problems, "train", 0, i).text for i in range(85)]
     assert held_out == {str(i) for i in range(0, 95, 10)}
@@ -219,7 +463,7 @@ def test_held_out_lines_of_a_file():
     assert set(second) == set(lap) and second != lap
     assert file_problem(problems, "eval", 0, 10) == file_problem(problems, "eval", 0, 0)
     with pytest.raises(ValueError, match="too few"):
-        file_problem(problems[:5], "train", 0, 0)
+        split_file([Problem("file", str(i), str(i)) for i in range(9)])
 
 
 def test_gsm8k():
@@ -254,7 +498,8 @@ def answers(checkpoint, n, **kw):
     r = generate(model, ids, max_new_tokens=6, stop_ids=tok.stop_ids, **kw)
     pairs = []
     for p, tokens, lengths in zip(problems, r.tokens.tolist(), r.lengths.tolist()):
-        pairs.append((p, [tok.decode(t[:length]) for t, length in zip(tokens, lengths)]))
+        texts = [tok.decode(t[:n], special=False) for t, n in zip(tokens, lengths)]
+        pairs.append((p, texts))
     return pairs
 
 
@@ -305,5 +550,4 @@ def test_checkpoint_has_something_to_learn(checkpoint):
 def test_checkpoint_speaks(checkpoint):
     greedy = answers(checkpoint, 3, group=1, temperature=0.0, evict="none")
     assert [(p.answer, texts) for p, texts in greedy] == [
-        ("9253", [" 9253<|end|>"]), ("4768", [" 4768<|end|>"]),
-        ("1501", [" 3829<|end|>"])]  # the third is wrong
+        ("9253", [" 9253"]), ("4768", [" 4768"]), ("1501", [" 3829"])]  # the third is wrong
