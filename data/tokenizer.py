@@ -185,7 +185,9 @@ class Tokenizer:
                                  f"{e}") from None
         return [self.ids[r] for r in ranks if self.ids[r] is not None]
 
-    def decode(self, ids):
+    absent = []
+
+    def decode(self, ids, special=True):
         """ids -> text, special tokens included; bytes that are no UTF-8 become U+FFFD.
         ValueError for an id without a token."""
         try:
