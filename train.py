@@ -188,8 +188,8 @@ def main(argv):
 def update(net, opt, objective, rollout, rewards, c, lr):
     """Learn from one rollout: c.updates optimizer steps. rewards (B, G) -> numbers for the log"""
     if not rollout.logp_roll.isfinite().all():
-        raise FloatingPointError("log-probs of the sampler are not finite: nothing was learned from "
-                                 "them; lower lr?")
+        raise FloatingPointError("log-probs of the sampler are not finite: nothing was learned "
+                                 "from them; lower lr?")
     policies = (c.learner,)
     if c.distill:  # replay gives entropy and values of the last
         policies = ("dense", "shadow") if c.learner == "shadow" else ("shadow", "dense")

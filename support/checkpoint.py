@@ -17,7 +17,6 @@ from contextlib import suppress
 
 import torch
 
-
 # writing
 
 def sync(path):
