@@ -2,11 +2,11 @@
 Cut runs at random moments, let them go on, and compare them with one that nobody disturbed.
 
     python tests/kills.py --runs=40        # a line per run, a summary, exit code 1 if one differs
-    python tests/kills.py --runs=8 --seed=3 --ablate=0
+    python tests/kills.py --runs=8 --seed=3 --ablate=0 --cuts=1
 
 The idea. Real processes of `python train.py`, and of `python -m experiments.ablate` in every fourth
 run (--ablate=4; 0: never), get SIGINT, SIGTERM, SIGHUP and SIGKILL in turn, at moments drawn from
---seed, up to three times a run; then they may end. Weights, models, log (but for the clock) and
+--seed, up to --cuts=3 times a run; then they may end. Weights, models, log (but for the clock) and
 samples must be those of the undisturbed run, bit for bit, and no process may be left.
 
 The runs evaluate and save so often that most signals meet an evaluation or a write.
@@ -23,8 +23,8 @@ import time
 import torch
 
 ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
-SETTINGS = ["--prompts=2", "--group=4", "--prompt_tokens=96", "--eval_problems=8", "--eval_batch=1",
-            "--steps=8", "--eval_every=1", "--save_every=2", "--device=cpu"]
+SETTINGS = ["--prompts=2", "--group=4", "--prompt_tokens=64", "--eval_problems=4", "--eval_batch=1",
+            "--steps=5", "--eval_every=1", "--save_every=2", "--device=cpu"]
 SIGNALS = ("SIGINT", "SIGTERM", "SIGHUP", "SIGKILL")
 CLOCK = ("rollout_s", "learn_s", "tokens_per_s", "peak_gb")
 OWN = ("out_dir", "resume", "overwrite")  # settings that runs may differ in
@@ -119,15 +119,15 @@ def disturb(process, name, said, rng, length):
     return delay
 
 
-def run(folder, name, rng, length, ablate):
-    """One run, cut by up to three signals of this name. -> what happened, as text; out_dir"""
+def run(folder, name, rng, length, cuts, ablate=False):
+    """One run, cut by so many signals of this name. -> what happened, as text; out_dir"""
     out, under = os.path.join(folder, "out"), None
     said = log = os.path.join(folder, "print.log")
     if ablate:
         under = os.path.join(folder, "arms")
         out = os.path.join(under, "smd", "0")
         said = os.path.join(out, "train.log")
-    events, cuts = [], rng.randint(1, 3) if name else 0
+    events = []
     for attempt in range(cuts + 1):
         process = start(out, under, log)
         if attempt < cuts:
@@ -153,14 +153,14 @@ def run(folder, name, rng, length, ablate):
 
 
 def main(argv):
-    options = dict(runs=40, seed=0, ablate=4)
+    options = dict(runs=40, seed=0, ablate=4, cuts=3)
     for arg in argv:
         key, _, value = arg.removeprefix("--").partition("=")
         options[key] = int(value)
     rng, bad = random.Random(options["seed"]), 0
     with tempfile.TemporaryDirectory() as top:
         os.mkdir(os.path.join(top, "whole"))
-        _, whole = run(os.path.join(top, "whole"), None, rng, length=0, ablate=False)
+        _, whole = run(os.path.join(top, "whole"), None, rng, length=0, cuts=0)
         rows = left_by(whole)["log.jsonl"]
         began = os.path.getmtime(os.path.join(whole, "config.json"))
         length = os.path.getmtime(os.path.join(whole, "model", "config.json")) - began
@@ -172,7 +172,8 @@ def main(argv):
             os.mkdir(folder)
             how = "under ablate" if ablate else "alone"
             try:
-                text, out = run(folder, name, rng, length=1.1 * length, ablate=ablate)
+                text, out = run(folder, name, rng, length=1.1 * length, ablate=ablate,
+                                cuts=rng.randint(1, options["cuts"]))
                 wrong = differences(whole, out)
                 text += f": {'differs in ' + ', '.join(wrong) if wrong else 'equal'}"
             except (AssertionError, OSError, ValueError, subprocess.TimeoutExpired) as e:
