@@ -56,7 +56,7 @@ def left_by(out):
     found.pop("ckpt-previous.pt", None)  # which step it holds depends on where the run was cut
     state = torch.load(os.path.join(out, "ckpt.pt"), weights_only=True)
     state["sizes"].pop("log.jsonl")  # the clock's digits are in it
-    rows = [json.loads(line) for line in found["log.jsonl"].splitlines()]
+    rows = [json.loads(line) for line in found.get("log.jsonl", b"").splitlines()]
     for d in (state["config"], *rows):
         for key in (*OWN, *CLOCK):
             d.pop(key, None)
@@ -72,6 +72,14 @@ def differences(a, b):
 
 # processes
 
+def go_on(out):
+    """What a command needs so that it goes on with what is in out."""
+    for name, option in (("ckpt.pt", "--resume=True"), ("config.json", "--overwrite=True")):
+        if os.path.exists(os.path.join(out, name)):
+            return [option]
+    return []
+
+
 def start(out, ablate, log):
     """The command as a user would repeat it. -> Popen"""
     env = {**os.environ, "OMP_NUM_THREADS": "1", MARK: out}
@@ -79,10 +87,8 @@ def start(out, ablate, log):
     if ablate:
         command = [sys.executable, "-m", "experiments.ablate", "config/smd.py", *SETTINGS,
                    "--seeds=1", f"--out={ablate}"]
-    elif os.path.exists(os.path.join(out, "ckpt.pt")):
-        command.append("--resume=True")
-    elif os.path.exists(os.path.join(out, "config.json")):
-        command.append("--overwrite=True")
+    else:
+        command += go_on(out)
     with open(log, "ab") as f:
         return subprocess.Popen(command, cwd=ROOT, env=env, stdin=subprocess.DEVNULL, stdout=f,
                                 stderr=f, start_new_session=True)
@@ -91,7 +97,9 @@ def start(out, ablate, log):
 def left_over(out):
     """Processes of a run that are still there (Linux; elsewhere none is found)."""
     found = []
-    for pid in filter(str.isdecimal, os.listdir("/proc") if os.path.isdir("/proc") else []):
+    if not os.path.isdir("/proc"):
+        return found
+    for pid in filter(str.isdecimal, os.listdir("/proc")):
         try:
             with open(f"/proc/{pid}/environ", "rb") as f:
                 if f"{MARK}={out}".encode() in f.read().split(b"\0"):
@@ -107,10 +115,12 @@ def wait_for_begin(process, path, size):
         time.sleep(0.01)
 
 
-def disturb(process, name, said, rng, length):
+def disturb(process, name, said, rng=random, length=0.0):
     """Send a signal some time after the run began. -> seconds waited"""
     if rng.random() < 0.85:
-        size = os.path.getsize(said) if os.path.exists(said) else 0
+        size = 0
+        if os.path.exists(said):
+            size = os.path.getsize(said)
         wait_for_begin(process, said, size)
     delay = rng.uniform(0, length)
     time.sleep(delay)
@@ -131,7 +141,7 @@ def run(folder, name, rng, length, cuts, ablate=False):
     for attempt in range(cuts + 1):
         process = start(out, under, log)
         if attempt < cuts:
-            events.append(f"{disturb(process, name, said, rng, length):.2f} s")
+            events.append(f"{disturb(process, name, said, rng=rng, length=length):.2f} s")
         code = process.wait(timeout=120)
         if code == -signal.SIGKILL and ablate:  # as a machine that goes down
             for pid in left_over(out):
@@ -175,7 +185,7 @@ def main(argv):
                 text, out = run(folder, name, rng, length=1.1 * length, ablate=ablate,
                                 cuts=rng.randint(1, options["cuts"]))
                 wrong = differences(whole, out)
-                text += f": {'differs in ' + ', '.join(wrong) if wrong else 'equal'}"
+                text += ": equal" if not wrong else f": differs in {', '.join(wrong)}"
             except (AssertionError, OSError, ValueError, subprocess.TimeoutExpired) as e:
                 wrong, text = True, f"FAILED: {e}"
             bad += bool(wrong)

@@ -28,7 +28,7 @@ from kvcache import EVICT, SPREAD, Eviction
 from model import Transformer
 from objectives.dpo import DPO
 from rollout import generate
-from support.run import Metrics
+from support.metrics import Metrics
 
 # a whole run
 
@@ -111,13 +111,13 @@ def test_problem_files(tmp_path):
     ("out_dir is empty", ["--out_dir="]),
     ("group must be at least 2", ["--group=1"]),
     ("group must be at least 2", ["config/dpo.py", "--group=1"]),
-    ("group must be at least 1", ["config/ppo.py", "--group=0"]),
+    ("group must be between 1 and", ["config/ppo.py", "--group=0"]),
     ("objective must be one of grpo, ppo, dpo", ["--objective=nothing"]),
     ("correction must be one of none, tis, mis, sparse_rl", ["--correction=vtrace"]),
     ("learner=shadow both are one policy", ["--correction=tis"]),
     ("evict=none, learner=dense both are one policy", ["config/tis.py", "--evict=none"]),
     ("response_budget 16 must be above the window of 16", ["--response_budget=16"]),
-    ("period must be at least 1", ["--period=0"]),
+    ("period must be between 1 and", ["--period=0"]),
     ("which objective=dpo does not have", ["config/tis.py", "--objective=dpo"]),
     ("lam must be between 0 and 1", ["--lam=1.5"]),
     ("beta must be between", ["config/dpo.py", "--beta=0"]),
