@@ -117,8 +117,9 @@ CHOICES = dict(
 CUTS = "it cuts the support the learner scores, so every ratio would be biased"
 REFUSED = dict(top_p=CUTS, top_k=CUTS, min_p=CUTS)
 MANY = 10**9
+# the least group is the objective's to say, budget, window and sinks are Eviction's
 RANGES = dict(
-    prompts=(1, 10**6), group=(1, 10**6), prompt_tokens=(1, MANY), max_new_tokens=(1, MANY),
+    prompts=(1, 10**6), group=(0, 10**6), prompt_tokens=(1, MANY), max_new_tokens=(1, MANY),
     period=(1, MANY), updates=(1, 1000), micro_rows=(1, MANY), steps=(1, MANY),
     eval_every=(1, MANY), eval_problems=(1, 10**6), eval_batch=(1, 10**6), save_every=(1, MANY),
     warmup=(0, MANY), budget=(0, MANY), window=(0, MANY), sinks=(0, MANY),
@@ -139,11 +140,10 @@ def main(argv):
     # a full disk, a reward that is no number, an update that is not finite
     with one_line_errors(OSError, ValueError, FloatingPointError, also=run.kept):
         while True:
-            # 0. evaluate on held-out problems, also before the first step and after the last
+            # 0. evaluate on held-out problems, also before the first step and after the last; then
+            # save, as a checkpoint counts what stands in the log before it
             if run.step % c.eval_every == 0 or run.finished:
                 evaluate_both(c, run, net, tok, problems=problems)
-
-            # save; a checkpoint counts what is in the log before it
             save(c, run, net, opt)
             if run.finished or run.interrupted:
                 break

@@ -146,9 +146,12 @@ def run(folder, name, rng, length, cuts, ablate=False):
         if code == -signal.SIGKILL and ablate:  # as a machine that goes down
             for pid in left_over(out):
                 os.kill(pid, signal.SIGKILL)
-            time.sleep(0.2)
-        if left_over(out):
-            raise AssertionError(f"processes are left: {left_over(out)}")
+            time.sleep(0.5)
+        left = left_over(out)
+        for pid in left:
+            os.kill(pid, signal.SIGKILL)
+        if left:
+            raise AssertionError(f"{len(left)} processes are left")
         events.append(f"exit {code}")
         allowed = {0}
         if attempt < cuts:

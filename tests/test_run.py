@@ -226,6 +226,8 @@ def test_a_folder_that_goes_away(tmp_path, monkeypatch):
 def cut(monkeypatch, call, number):
     """A signal while `generate` runs for the call-th time."""
     calls, generate = [], train.generate
+    if number == signal.SIGHUP:
+        signal.signal(number, signal.SIG_DFL)  # these tests may run under nohup
 
     def interrupted(*args, **kwargs):
         calls.append(1)
@@ -265,6 +267,29 @@ def test_a_signal_saves_what_is_done(undisturbed, tmp_path, monkeypatch, capsys,
     assert "ckpt.pt" in kills.differences(undisturbed, out)  # the control
     train_here(*RARELY, "--resume=True", f"--out_dir={out}")
     assert kills.differences(undisturbed, out) == []
+
+
+@pytest.mark.parametrize("call", [6, 12, 14])
+def test_what_was_not_saved_is_done_again(undisturbed, tmp_path, monkeypatch, call):
+    """Log and samples are cut back to the last checkpoint, whatever was written after it."""
+    out, calls, generate = tmp_path / "out", [], train.generate
+
+    def stopped(*args, **kwargs):
+        calls.append(1)
+        if len(calls) == call:
+            raise KeyboardInterrupt  # stands for a kill: nothing is saved
+        return generate(*args, **kwargs)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(train, "generate", stopped)
+        with pytest.raises(SystemExit):
+            train_here(*RARELY, f"--out_dir={out}")
+    for name in ("log.jsonl", "samples.txt"):
+        with open(out / name, "a") as f:
+            f.write('{"step": 3')  # half a line
+        assert (out / name).stat().st_size > read_checkpoint(out)["sizes"][name]
+    train_here(*RARELY, "--resume=True", f"--out_dir={out}")
+    assert kills.differences(undisturbed, str(out)) == []
 
 
 def test_real_signals(tmp_path):
@@ -311,6 +336,7 @@ def test_a_closed_terminal_hangs_up_twice(tmp_path, monkeypatch):
         return generate(*args, **kwargs)
 
     monkeypatch.setattr(train, "generate", twice)
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)
     with pytest.raises(SystemExit) as e:
         train_here(f"--out_dir={out}")
     assert e.value.code == 129 and read_checkpoint(out)["step"] == 0
