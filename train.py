@@ -180,7 +180,7 @@ def main(argv):
             run.memory["kv"] = rollout.kv
             run.step += 1
         if run.finished and not run.interrupted:
-            finish(c, run, net)
+            finish(run, net)
             return
     run.leave()
 
@@ -378,7 +378,7 @@ def save(c, run, net, opt):
     if due and run.unsaved:
         run.save(opt.state())
     if best:
-        run.write_model("best", net, find_checkpoint(c.model))
+        run.write_model("best", net)
 
 
 def eviction_of(c, method=None):
@@ -422,6 +422,7 @@ def setup(argv):
     choose_dtype(c, folder)
     check_inputs(c, folder)
     run = Run(c, MAY_CHANGE, identity_of(c, folder))
+    run.source = folder
     tok = Tokenizer(folder)
 
     def load():
@@ -584,9 +585,9 @@ def write_samples(run, problem, texts, rewards):
                    f"--- step {run.step}\n{problem.text}\n{sample(problem, text, x)}")
 
 
-def finish(c, run, net):
+def finish(run, net):
     """Save the model in Hugging Face format with its tokenizer and say what was reached."""
-    run.write_model("model", net, find_checkpoint(c.model))
+    run.write_model("model", net)
     evals, best, kv = run.memory["evals"], run.memory["best"], run.memory["kv"]
     first, last = evals[0], evals[-1]
     tell(f"model saved to {run.path('model')}: step {last['step']}, held-out reward "

@@ -155,7 +155,8 @@ class Run:
     may_change: keys that a resumed run may have set differently. identity: {key of c: fingerprint
     of the files that it names}, part of the run too. step: steps done. memory: what later steps
     must know beside the learner; JSON. learner: what `save` was given, after a resume. interrupted:
-    the number of the signal that ends the run after this step, or 0.
+    the number of the signal that ends the run after this step, or 0. source: the folder that the
+    model was loaded from.
 
     Raises, before anything is written, ValueError if the folder holds another run or files that no
     run made, is in use, or holds a checkpoint that is damaged or of other settings;
@@ -164,7 +165,7 @@ class Run:
     def __init__(self, c, may_change, identity=None):
         self.c, self.may_change, self.identity = c, may_change, identity or {}
         self.step, self.memory, self.learner = 0, {}, None
-        self.held, self.interrupted = None, 0
+        self.held, self.source, self.interrupted = None, None, 0
         self.saved, self.unsaved = None, not c.resume  # the checkpoint's step; is there more?
         if c.resume and c.overwrite:
             raise ValueError("resume=True goes on with a run, overwrite=True throws it away: say "
@@ -219,7 +220,7 @@ class Run:
         for key, kind in LAYOUT.items():
             found = state.get(key) if isinstance(state, dict) else None
             if type(found) is not kind:
-                raise ValueError(f"resume: {path}: {key} must be a {kind.__name__}, "
+                raise ValueError(f"resume: {path}: {key} must be of type {kind.__name__}, "
                                  f"got {type(found).__name__}; {self.older()}")
         sizes = [state["sizes"].get(name) for name in GROWING]
         if min(state["step"], *(n if type(n) is int else -1 for n in sizes)) < 0:
@@ -347,19 +348,19 @@ class Run:
         write_checkpoint(self.path("ckpt.pt"), state, previous=self.path("ckpt-previous.pt"))
         self.saved, self.unsaved = self.step, False
 
-    def write_model(self, name, net, source):
+    def write_model(self, name, net):
         """Write net to the folder out_dir/name in Hugging Face format, with what stands beside the
-        weights in `source`, the folder that it came from: tokenizer, chat template,
+        weights in self.source, the folder that it came from: tokenizer, chat template,
         generation_config.json."""
         self.check_own()
         target, tmp = self.path(name), self.path(name + ".tmp")
         shutil.rmtree(tmp, ignore_errors=True)
         try:
             net.save_pretrained(tmp)
-            for file in os.listdir(source):
+            for file in os.listdir(self.source):
                 beside = file.endswith((".json", ".jinja")) and not file.endswith(".index.json")
                 if beside and file != "config.json":
-                    shutil.copyfile(os.path.join(source, file), os.path.join(tmp, file))
+                    shutil.copyfile(os.path.join(self.source, file), os.path.join(tmp, file))
             os.makedirs(target, exist_ok=True)
             for file in os.listdir(tmp):
                 new = os.path.join(tmp, file)

@@ -455,9 +455,9 @@ def first_master(state):
 
 @pytest.mark.parametrize("say, change", [
     ("step -1 and sizes", lambda s: s.update(step=-1)),
-    ("step must be a int, got bool", lambda s: s.update(step=True)),
-    ("memory must be a dict, got list", lambda s: s.update(memory=[])),
-    ("learner must be a dict, got NoneType", lambda s: s.pop("learner")),
+    ("step must be of type int, got bool", lambda s: s.update(step=True)),
+    ("memory must be of type dict, got list", lambda s: s.update(memory=[])),
+    ("learner must be of type dict, got NoneType", lambda s: s.pop("learner")),
     ("sizes .None, ", lambda s: s["sizes"].pop("log.jsonl")),
     ("no list of tensors named masters", lambda s: s["learner"].pop("masters")),
     ("other shapes than the model", lambda s: s["learner"]["masters"].pop()),
