@@ -366,11 +366,6 @@ class Transformer(nn.Module):
                 x = layer(x, cos, sin, attend, slices=not torch.is_grad_enabled())
         return self.norm(x)
 
-    def use_tokens(self, n, absent):
-        if n > self.vocab_used:
-            raise ValueError('tokenizer too large')
-        self.vocab_used = n
-
     def tensors(self):
         """{name in the checkpoint, without the leading "model.": tensor}, detached; parts
         of the joined matrices are slices of them."""

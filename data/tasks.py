@@ -350,9 +350,7 @@ class Problems:
     problems wanted; a file may have fewer. Raises ValueError, naming the problem, for a prompt that
     is empty or too long."""
 
-    notes = []
-
-    def __init__(self, task, tok, seed, tokens, n_eval, template=None, skip_long=False):
+    def __init__(self, task, tok, seed, tokens, n_eval):
         self.task, self.seed, self.tokens, self.encode = task, seed, tokens, prompt_encoder(tok)
         self.file, self.n_eval = None, n_eval
         if task not in TASKS:

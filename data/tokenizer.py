@@ -185,9 +185,7 @@ class Tokenizer:
                                  f"{e}") from None
         return [self.ids[r] for r in ranks if self.ids[r] is not None]
 
-    absent = []
-
-    def decode(self, ids, special=True):
+    def decode(self, ids):
         """ids -> text, special tokens included; bytes that are no UTF-8 become U+FFFD.
         ValueError for an id without a token."""
         try:
