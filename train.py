@@ -17,9 +17,11 @@ not the learner (correction), is here too, to be compared with. Left out on purp
 KL to a reference model. All randomness of a step is a function of (seed, step), so a checkpoint
 needs no RNG state beyond those two numbers.
 """
+import json
 import os
 import sys
 import time
+from numbers import Real
 from types import SimpleNamespace
 
 import torch
@@ -28,29 +30,42 @@ from data.tasks import TASKS, Problems, reward
 from data.tokenizer import Tokenizer
 from grpo import CORRECTIONS, GRPO, NORMS, replay
 from kvcache import EVICT, SPREAD, Eviction
-from model import Transformer, find_checkpoint
+from model import Transformer, find_checkpoint, read_config
 from objectives.dpo import DPO
 from objectives.ppo import PPO
 from rollout import generate
+from support.checkpoint import fingerprint
 from support.configurator import check_ranges, configure, help_if_asked
+from support.metrics import Metrics
 from support.optimizer import Masters
-from support.run import Metrics, Run, choose_device, one_line_errors, say
+from support.run import (
+    FILES,
+    FOLDERS,
+    Run,
+    choose_device,
+    memory_of,
+    one_line_errors,
+    say,
+    tell,
+)
 
 OBJECTIVES = {"grpo": GRPO, "ppo": PPO, "dpo": DPO}
 TINY = os.path.join(os.path.dirname(os.path.abspath(__file__)), "data", "tiny")
 
 # Settings, overridden by config files and --key=value; units and sane ranges beside each.
 # run
-out_dir = "out"          # folder for log.jsonl, samples.txt, config.json, ckpt.pt, model/
+out_dir = "out"          # folder for log.jsonl, samples.txt, config.json, ckpt.pt, model/, best/
 resume = False           # go on from out_dir/ckpt.pt
 overwrite = False        # throw away the run that out_dir holds
 seed = 0
 device = "auto"          # auto: cuda if there is one; cpu, cuda, cuda:1
-dtype = "auto"           # of the weights: float32, bfloat16; auto: bfloat16 on cuda, else float32
+dtype = "auto"           # of the weights: float32, bfloat16; auto: see BFLOAT16_FROM
 # model and task
 model = TINY             # a folder or a hub name; here the embedded checkpoint
 task = "kv"              # needle, kv, own, hop, sum, or a .jsonl file of problems
 prompt_tokens = 192      # longest prompt in tokens; 64 .. the model's context
+template = ""            # more arguments for the chat template, JSON: {"enable_thinking": false}
+skip_long = False        # leave out problems of a file that are too long, instead of refusing it
 # rollout
 prompts = 16             # prompts per step; 4 .. 128
 group = 8                # samples per prompt; 2 .. 64, and 1 will do for ppo
@@ -101,27 +116,35 @@ CHOICES = dict(
     dtype=["auto", "float32", "bfloat16"])
 CUTS = "it cuts the support the learner scores, so every ratio would be biased"
 REFUSED = dict(top_p=CUTS, top_k=CUTS, min_p=CUTS)
+MANY = 10**9
+# the least group is the objective's to say, budget, window and sinks are Eviction's
 RANGES = dict(
-    prompts=(1, None), prompt_tokens=(1, None), max_new_tokens=(1, None), period=(1, None),
-    updates=(1, None), micro_rows=(1, None), steps=(1, None), eval_every=(1, None),
-    eval_problems=(1, None), eval_batch=(1, None), save_every=(1, None), warmup=(0, None),
-    response_budget=(0, None), temperature=(1e-2, 100), distill=(0, 100), clip=(0, 1),
+    prompts=(1, 10**6), group=(0, 10**6), prompt_tokens=(1, MANY), max_new_tokens=(1, MANY),
+    period=(1, MANY), updates=(1, 1000), micro_rows=(1, MANY), steps=(1, MANY),
+    eval_every=(1, MANY), eval_problems=(1, 10**6), eval_batch=(1, 10**6), save_every=(1, MANY),
+    warmup=(0, MANY), budget=(0, MANY), window=(0, MANY), sinks=(0, MANY),
+    response_budget=(0, MANY), temperature=(1e-2, 100), distill=(0, 100), clip=(0, 1),
     clip_high=(0, 100), lr=(1e-12, 1), gamma=(0, 1), lam=(0, 1), value_coef=(0, 100),
     beta=(1e-6, 100), beta2=(0, 0.9999), weight_decay=(0, 1), grad_clip=(1e-6, 1e6),
     seed=(0, 2**40))
 MAY_CHANGE = {  # on resume; the last two because a run may end for want of memory
     "resume", "overwrite", "out_dir", "device", "steps", "eval_every", "eval_problems",
     "eval_batch", "save_every", "micro_rows", "checkpointing"}
+# smaller models gain no speed by bfloat16, and learn less: dtype=auto leaves them in float32
+BFLOAT16_FROM = 50_000_000  # parameters
 
 
 def main(argv):
     with one_line_errors(ValueError, OSError):
         c, run, net, tok, problems, objective, opt = setup(argv)
-    with one_line_errors(OSError, FloatingPointError):  # a full disk, an update that is not finite
+    # a full disk, a reward that is no number, an update that is not finite
+    with one_line_errors(OSError, ValueError, FloatingPointError, also=run.kept):
         while True:
-            # 0. evaluate on held-out problems, also before the first step and after the last
+            # 0. evaluate on held-out problems, also before the first step and after the last; then
+            # save, as a checkpoint counts what stands in the log before it
             if run.step % c.eval_every == 0 or run.finished:
                 evaluate_both(c, run, net, tok, problems=problems)
+            save(c, run, net, opt)
             if run.finished or run.interrupted:
                 break
             began = time.time()
@@ -137,8 +160,8 @@ def main(argv):
                 eviction=eviction_of(c), stop_ids=tok.stop_ids, seed=c.seed * 1_000_003 + run.step)
 
             # 3. reward the decoded text; what was sampled is never encoded again
-            texts = decode(tok, rollout)
-            rewards = [[reward(p, text) for text in group] for p, group in zip(batch, texts)]
+            texts = decode(tok, rollout, special=False)
+            rewards = judge(batch, texts, "training", first=number)
             rewards = torch.tensor(rewards, device=net.device)            # (B, G)
             sampled = time.time()
 
@@ -146,24 +169,27 @@ def main(argv):
             lr = c.lr * min(1.0, (run.step + 1) / (c.warmup + 1))
             log = update(net, opt, objective, rollout, rewards=rewards, c=c, lr=lr)
 
-            # 5. log and save
-            log = dict(step=run.step, **facts(rollout, rewards), **log,
+            # 5. log
+            log = dict(step=run.step, **facts(rollout, rewards), **log, lr=lr,
                        rollout_s=sampled - began, learn_s=time.time() - sampled)
-            run.log(log)
-            print(f"{show(log)} | eta {run.minutes_left():.1f} min", flush=True)
+            log["tokens_per_s"] = log["tokens"] / max(log["rollout_s"], 1e-9)
+            run.log("step", log)
+            tell(f"{show(log)} | eta {run.minutes_left():.1f} min")
             if run.step % c.save_every == 0 or run.step == c.steps - 1:
-                write_samples(run, batch[0], texts[0], log)
+                write_samples(run, batch[0], decode(tok, rollout)[0], rewards[0].tolist())
             run.memory["kv"] = rollout.kv
             run.step += 1
-            if run.step % c.save_every == 0 or run.finished or run.interrupted:
-                run.save(opt.state())
-        if run.finished:
-            finish(c, run, net)
+        if run.finished and not run.interrupted:
+            finish(run, net)
+            return
     run.leave()
 
 
 def update(net, opt, objective, rollout, rewards, c, lr):
     """Learn from one rollout: c.updates optimizer steps. rewards (B, G) -> numbers for the log"""
+    if not rollout.logp_roll.isfinite().all():
+        raise FloatingPointError("log-probs of the sampler are not finite: nothing was learned "
+                                 "from them; lower lr?")
     policies = (c.learner,)
     if c.distill:  # replay gives entropy and values of the last
         policies = ("dense", "shadow") if c.learner == "shadow" else ("shadow", "dense")
@@ -204,6 +230,9 @@ def update(net, opt, objective, rollout, rewards, c, lr):
                 kl = (x["scale"] * out["kl"]).sum()  # KL(student || teacher), reduced like the loss
                 loss = loss + c.distill * kl
                 metrics.add(kl=kl.item())
+            if not loss.isfinite():
+                raise FloatingPointError(f"the loss is {loss.item()}: nothing was learned from it; "
+                                         "lower lr?")
             loss.backward()
 
             metrics.add(loss=loss.item(), **numbers)
@@ -246,10 +275,28 @@ def micro_batches(rollout, copies, limit):
     return parts
 
 
-def decode(tok, rollout):
-    """The text of each response: B lists of G."""
-    return [[tok.decode(tokens[:n]) for tokens, n in zip(*group)]
+def decode(tok, rollout, special=True):
+    """The text of each response: B lists of G. special: with stop tokens and the like."""
+    return [[tok.decode(tokens[:n], special=special) for tokens, n in zip(*group)]
             for group in zip(rollout.tokens.tolist(), rollout.lengths.tolist())]
+
+
+def judge(batch, texts, split, first):
+    """Rewards of the responses to each problem. Raises ValueError, naming the problem, for one that
+    is no finite number. split, first: how the problems are called."""
+    return [[checked_reward(problem, text, f"{split} problem {i}") for text in group]
+            for i, (problem, group) in enumerate(zip(batch, texts), first)]
+
+
+def checked_reward(problem, text, name):
+    name = f"the reward of {name} ({problem.text.splitlines()[-1]!r}, response {text!r})"
+    try:
+        x = reward(problem, text)
+    except Exception as e:  # whatever somebody's own rule may raise
+        raise ValueError(f"{name} raised {type(e).__name__}: {e}") from e
+    if not isinstance(x, Real) or not abs(x) <= torch.finfo(torch.float32).max:
+        raise ValueError(f"{name} must be a finite number, got {x!r}")
+    return float(x)
 
 
 def facts(rollout, rewards):
@@ -257,33 +304,40 @@ def facts(rollout, rewards):
     equal = (rewards == rewards[:, :1]).all(1)                            # (B,)
     log = dict(
         reward=rewards.mean().item(), equal=equal.float().mean().item(),
-        truncated=1 - rollout.stopped.float().mean().item(), tokens=rollout.lengths.sum().item())
+        truncated=1 - rollout.stopped.float().mean().item(), tokens=rollout.lengths.sum().item(),
+        length=rollout.lengths.float().mean().item())
     log.update({f"kv_{name}": size for name, size in rollout.kv.items()})
     if rewards.is_cuda:
         log["peak_gb"] = torch.cuda.max_memory_allocated() / 1e9
     return log
 
 
-def evaluate(net, tok, problems, c, eviction):
-    """Greedy reward on held-out problems under `eviction`. -> dict of reward and, if keys are
-    evicted, accept and accept_p05: how much of the dense policy the sparse one covers, the sum over
-    the vocabulary of min(p_dense, p_shadow), mean and 5th percentile over tokens."""
+def evaluate(net, tok, problems, c, eviction, run=None):
+    """Greedy reward on held-out problems under `eviction`. -> dict of reward, samples (a line per
+    problem) and, if keys are evicted, accept and accept_p05: how much of the dense policy the
+    sparse one covers, the sum over the vocabulary of min(p_dense, p_shadow), mean and 5th
+    percentile over tokens. None if run is interrupted between two batches."""
     dense = eviction.method == "none"
-    total, overlap = 0.0, []
+    rewards, samples, overlap = [], [], []
     for start in range(0, problems.n_eval, c.eval_batch):
+        if run and run.interrupted:
+            return None
         say(f"eval ({'dense' if dense else eviction.method} cache) {start}/{problems.n_eval}")
         end = min(start + c.eval_batch, problems.n_eval)
         batch, prompts = problems.get("eval", range(start, end))
         r = generate(net, prompts, 1, c.max_new_tokens, temperature=0.0, eviction=eviction,
                      stop_ids=tok.stop_ids, seed=c.seed)
-        total += sum(reward(p, texts[0]) for p, texts in zip(batch, decode(tok, r)))
+        judged = judge(batch, decode(tok, r, special=False), "held-out", first=start)
+        rewards += [x for x, in judged]
+        for problem, (text,), (x,) in zip(batch, decode(tok, r), judged):
+            samples.append(sample(problem, text, x))
         for indices in micro_batches(r, 2, c.micro_rows):
             if not dense:
                 with torch.no_grad():
                     out = replay(net, r.select(indices), stats=True)
                 overlap.append(out["accept"][r.mask[indices]].cpu())
     say("")
-    log = dict(reward=total / problems.n_eval)
+    log = dict(reward=sum(rewards) / problems.n_eval, samples=samples)
     if overlap:
         overlap = torch.cat(overlap)
         log.update(accept=overlap.mean().item(), accept_p05=overlap.quantile(0.05).item())
@@ -291,29 +345,53 @@ def evaluate(net, tok, problems, c, eviction):
 
 
 def evaluate_both(c, run, net, tok, problems):
-    """Evaluate with the compressed and with the dense cache, once a step; log and print it."""
+    """Evaluate with a compressed and with the dense cache, once a step; log and print it, unless a
+    signal cuts it short: then it is done again after a resume."""
     evals = run.memory.setdefault("evals", [])
     if evals and evals[-1]["step"] == run.step:
         return
-    sparse = evaluate(net, tok, problems, c, eviction=eviction_of(c))
-    dense = evaluate(net, tok, problems, c, eviction=Eviction("none"))
-    e = dict(step=run.step, eval_compressed=sparse["reward"], eval_dense=dense["reward"])
-    overlap = ""
-    if "accept" in sparse:
-        e.update(eval_accept=sparse["accept"], eval_accept_p05=sparse["accept_p05"])
-        overlap = f", accept {sparse['accept']:.3f} p05 {sparse['accept_p05']:.3f}"
+    sparse = evaluate(net, tok, problems, c, eviction=eviction_of_evaluation(c), run=run)
+    dense = evaluate(net, tok, problems, c, eviction=Eviction("none"), run=run)
+    if sparse is None or dense is None:
+        return
+    e = dict(
+        step=run.step, eval_compressed=sparse["reward"], eval_dense=dense["reward"],
+        eval_accept=sparse["accept"], eval_accept_p05=sparse["accept_p05"])
+    best = run.memory.get("best")
+    if best is None or e["eval_compressed"] > best["eval_compressed"]:
+        run.memory["best"] = e
     evals.append(e)
-    run.log(e)
-    print(f"eval {run.step:4d} | held-out reward ({problems.n_eval} problems), greedy: "
-          f"compressed cache {e['eval_compressed']:.3f}, dense cache {e['eval_dense']:.3f}"
-          f"{overlap}", flush=True)
+    for name, found in (("compressed", sparse), ("dense", dense)):
+        lines = "".join(found["samples"])
+        run.append("samples.txt", f"--- eval {run.step}, {name} cache\n{lines}")
+    run.log("eval", e)
+    tell(f"eval {run.step:4d} | held-out reward ({problems.n_eval} problems), greedy: "
+         f"compressed cache {e['eval_compressed']:.3f}, dense cache {e['eval_dense']:.3f}, "
+         f"accept {e['eval_accept']:.3f} p05 {e['eval_accept_p05']:.3f}")
 
 
-def eviction_of(c):
+def save(c, run, net, opt):
+    """Write the checkpoint where it is due, then the model where it is the best so far: a run that
+    is cut between the two comes back to the same step and writes it again."""
+    best = run.memory.get("best", {}).get("step") == run.step
+    due = best or run.step % c.save_every == 0 or run.finished or run.interrupted
+    if due and run.unsaved:
+        run.save(opt.state())
+    if best:
+        run.write_model("best", net)
+
+
+def eviction_of(c, method=None):
     """The settings that say which keys a rollout keeps."""
     return Eviction(
-        method=c.evict, budget=c.budget, window=c.window, sinks=c.sinks, pool=c.pool,
+        method=method or c.evict, budget=c.budget, window=c.window, sinks=c.sinks, pool=c.pool,
         response_budget=c.response_budget or None, period=c.period, spread=c.spread)
+
+
+def eviction_of_evaluation(c):
+    """Those of the held-out evaluation with a compressed cache: where training evicts nothing,
+    SnapKV with the same numbers, so that all arms can be compared."""
+    return eviction_of(c, "snapkv" if c.evict == "none" else c.evict)
 
 
 def settings(argv):
@@ -337,20 +415,20 @@ def setup(argv):
     """Whatever can be wrong with a request is found here, before out_dir is touched.
     -> settings, run, model, tokenizer, problems, objective, optimizer"""
     c = settings(argv)
+    for key in ("out_dir", "model", "task"):
+        setattr(c, key, os.path.expanduser(getattr(c, key)))
+    eviction_of_evaluation(c)  # checks itself
     choose_device(c)
-    run = Run(c, MAY_CHANGE)
     folder = find_checkpoint(c.model)
-    if os.path.realpath(folder) == os.path.realpath(run.path("model")):
-        raise ValueError(f"model {c.model!r} is where this run would save its own: choose another "
-                         "--out_dir")
+    choose_dtype(c, folder)
+    check_inputs(c, folder)
+    run = Run(c, MAY_CHANGE, identity_of(c, folder))
+    run.source = folder
     tok = Tokenizer(folder)
 
     def load():
         model = Transformer.from_pretrained(folder, device=c.device, dtype=getattr(torch, c.dtype))
-        if len(tok) > model.config.vocab_size:
-            raise ValueError(f"{folder}: the tokenizer has {len(tok)} ids, the model "
-                             f"{model.config.vocab_size}")
-        model.vocab_used = len(tok)
+        model.use_tokens(len(tok), tok.absent)
         return model
 
     def initial():
@@ -361,26 +439,92 @@ def setup(argv):
     if c.prompt_tokens + c.max_new_tokens > net.config.max_pos:
         raise ValueError(f"prompt_tokens {c.prompt_tokens} + max_new_tokens {c.max_new_tokens} "
                          f"exceed the model's context of {net.config.max_pos}")
-    problems = Problems(c.task, tok, seed=c.seed, tokens=c.prompt_tokens, n_eval=c.eval_problems)
+    check_memory(c, net)
+    problems = Problems(c.task, tok, seed=c.seed, tokens=c.prompt_tokens, n_eval=c.eval_problems,
+                        template=template_of(c), skip_long=c.skip_long)
     objective = OBJECTIVES[c.objective](net, c, initial)
     opt = Masters(net, c, objective.value)
-    if run.learner:
+    if run.learner is not None:
         opt.load(run.learner)
     run.open()
-    introduce(c, folder, net)
+    introduce(c, folder, net, problems=problems)
     return c, run, net, tok, problems, objective, opt
 
 
-def introduce(c, folder, net):
+def choose_dtype(c, folder):
+    """Replace "auto" in c.dtype by what suits device and size of the model in folder."""
+    if c.dtype != "auto":
+        return
+    with torch.device("meta"):  # shapes alone
+        model = Transformer(read_config(os.path.join(folder, "config.json"), c.device))
+    large = sum(p.numel() for p in model.parameters()) >= BFLOAT16_FROM
+    c.dtype = "bfloat16" if large and c.device.startswith("cuda") else "float32"
+
+
+def check_inputs(c, folder):
+    """Raise ValueError where a run would write over what it reads."""
+    ours = {os.path.realpath(os.path.join(c.out_dir, name)) for name in ("", *FOLDERS, *FILES)}
+    for key, path in (("model", folder), ("task", c.task)):
+        if os.path.realpath(path) in ours:
+            raise ValueError(f"{key} {getattr(c, key)!r} is where this run would save its own: "
+                             "choose another --out_dir")
+
+
+def identity_of(c, folder):
+    """{setting: fingerprint of the files that it names}: what they hold is part of a run. The
+    weights that it starts from are so only where they are needed again."""
+    names = ["config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json",
+             "chat_template.jinja"]
+    if c.objective == "dpo":
+        names += sorted(name for name in os.listdir(folder) if name.endswith(".safetensors"))
+    found = dict(model=fingerprint(*(os.path.join(folder, name) for name in names)))
+    if c.task not in TASKS:
+        found["task"] = fingerprint(c.task)
+    return found
+
+
+def template_of(c):
+    """The arguments that c.template adds to the chat template's. Raises ValueError."""
+    try:
+        found = json.loads(c.template or "{}")
+    except (ValueError, RecursionError):
+        found = None
+    if not isinstance(found, dict):
+        raise ValueError(f"template must be a JSON object such as {{\"enable_thinking\": false}}, "
+                         f"got {c.template!r}")
+    return found
+
+
+def check_memory(c, net):
+    """Raise ValueError for more samples at a time than memory can hold: of each at least the KV
+    and the log of its response and one row of logits."""
+    own = c.max_new_tokens - 1
+    if c.response_budget:
+        own = min(own, c.response_budget + c.period)
+    log = c.max_new_tokens * 4 * (3 + net.config.n_layer * net.config.n_kv_head)
+    size = own * net.config.kv_bytes_per_token(net.dtype) + log + 4 * net.vocab_used
+    there = memory_of(c.device)
+    fit = int(min(there, 1e18)) // size
+    asked = dict(group=c.group, prompts=c.prompts * c.group,
+                 eval_batch=min(c.eval_batch, c.eval_problems))
+    for key, samples in asked.items():
+        if samples > fit:
+            most = fit // c.group if key == "prompts" else fit
+            raise ValueError(f"{key} {getattr(c, key)} is too much: {samples} samples at a time "
+                             f"take at least {samples * size / 1e9:.0f} GB, {c.device} has "
+                             f"{there / 1e9:.0f} GB; {key} {most} might fit")
+
+
+def introduce(c, folder, net, problems):
     """Print the facts that decide speed and memory."""
     cuda = c.device.startswith("cuda")
     where = torch.cuda.get_device_name() if cuda else f"{torch.get_num_threads()} CPU threads"
     path = "Triton kernel" if cuda else "PyTorch reference"
-    print(f"torch {torch.__version__}, {where}, {c.dtype} weights, fp32 masters, attention by the "
+    tell(f"torch {torch.__version__}, {where}, {c.dtype} weights, fp32 masters, attention by the "
           f"{path}")
     per_token = net.config.kv_bytes_per_token(net.dtype)
     size = sum(p.numel() for p in net.parameters()) / 1e6
-    print(f"{folder}: {net.config.arch}, {size:.2f}M parameters, {per_token:,} KV bytes per token")
+    tell(f"{folder}: {net.config.arch}, {size:.2f}M parameters, {per_token:,} KV bytes per token")
 
     L = net.config.n_layer
     slots = sum(eviction_of(c).slots(layer, L, c.prompt_tokens) for layer in range(L))  # per prompt
@@ -392,14 +536,16 @@ def introduce(c, folder, net):
     if c.response_budget:
         own = min(own, c.response_budget + c.period)
     kept = (c.prompts * slots // L + samples * own) * per_token
-    print(f"{c.task}: prompts of up to {c.prompt_tokens} tokens, {keys} keys kept per layer and KV "
+    tell(f"{c.task}: prompts of up to {c.prompt_tokens} tokens, {keys} keys kept per layer and KV "
           f"head ({how}); a rollout of {c.prompts} x {c.group} samples holds up to {kept:,} KV "
           f"bytes, {dense:,} if each kept all keys")
+    for note in problems.notes:
+        tell(note)
     if c.objective == "dpo":
-        print("a frozen copy of the initial model, the reference, is held beside it")
+        tell("a frozen copy of the initial model, the reference, is held beside it")
     # other norms weigh long responses more, corrections weigh tokens: the loss then is not 0
     if (c.objective, c.correction, c.norm) == ("grpo", "none", "sequence"):
-        print("the policy term of the loss is 0 in value, not in gradient: the ratio is 1 on a "
+        tell("the policy term of the loss is 0 in value, not in gradient: the ratio is 1 on a "
               "rollout's first update")
 
 
@@ -428,28 +574,34 @@ def show(log):
     return " | ".join(parts)
 
 
-def write_samples(run, problem, texts, log):
-    """Two responses to one problem, for the eye."""
-    for text in texts[:2]:
-        run.append("samples.txt", f"--- step {log['step']}\n{problem.text}\n>>> {text!r} (answer "
-                   f"{problem.answer}) reward {reward(problem, text):.2f}\n")
+def sample(problem, text, x):
+    """A response with its reward x, for the eye."""
+    return f">>> {text!r} (answer {problem.answer}) reward {x:.2f}\n"
 
 
-def finish(c, run, net):
+def write_samples(run, problem, texts, rewards):
+    """Two responses to one problem."""
+    for text, x in list(zip(texts, rewards))[:2]:
+        run.append("samples.txt",
+                   f"--- step {run.step}\n{problem.text}\n{sample(problem, text, x)}")
+
+
+def finish(run, net):
     """Save the model in Hugging Face format with its tokenizer and say what was reached."""
-    target = run.path("model")
-    net.save_pretrained(target)
-    run.copy_beside(find_checkpoint(c.model))
-    print(f"model saved to {target}")
-    kv = run.memory["kv"]
+    run.write_model("model", net)
+    evals, best, kv = run.memory["evals"], run.memory["best"], run.memory["kv"]
+    first, last = evals[0], evals[-1]
+    tell(f"model saved to {run.path('model')}: step {last['step']}, held-out reward "
+         f"{last['eval_compressed']:.3f} with the compressed cache")
+    tell(f"best of {len(evals)} evaluations saved to {run.path('best')}: step {best['step']}, "
+         f"{best['eval_compressed']:.3f}")
     shared = kv["dense_shared"]
-    print(f"KV cache of a rollout: {kv['kept']:,} bytes kept, {kv['dense']:,} dense "
-          f"(1/{kv['dense'] / kv['kept']:.1f}), {shared:,} dense with each prompt shared by its "
-          f"group (1/{shared / kv['kept']:.1f})")
-    first, last = run.memory["evals"][0], run.memory["evals"][-1]
-    print("held-out reward with the compressed cache: "
-          f"{first['eval_compressed']:.3f} -> {last['eval_compressed']:.3f} "
-          f"(dense cache {first['eval_dense']:.3f} -> {last['eval_dense']:.3f})")
+    tell(f"KV cache of a rollout: {kv['kept']:,} bytes kept, {kv['dense']:,} dense "
+         f"(1/{kv['dense'] / kv['kept']:.1f}), {shared:,} dense with each prompt shared by its "
+         f"group (1/{shared / kv['kept']:.1f})")
+    tell("held-out reward with the compressed cache: "
+         f"{first['eval_compressed']:.3f} -> {last['eval_compressed']:.3f} "
+         f"(dense cache {first['eval_dense']:.3f} -> {last['eval_dense']:.3f})")
 
 
 if __name__ == "__main__":

@@ -529,6 +529,7 @@ def settings(argv):
 def run(c, lengths):
     """-> everything that goes to variance.json"""
     folder = find_checkpoint(c.model)
+    train.choose_dtype(c, folder)
     tok = Tokenizer(folder)
     net = Transformer.from_pretrained(folder, device=c.device, dtype=getattr(torch, c.dtype))
     net.use_tokens(len(tok), tok.absent)

@@ -63,14 +63,35 @@ class Masters:
             p.copy_(master)
 
     def state(self):
+        """What a checkpoint keeps. Raises FloatingPointError if a weight is not finite."""
+        if not all(m.isfinite().all() for m in self.masters):
+            raise FloatingPointError("weights are no longer finite: they are not saved; lower lr?")
         return dict(masters=[m.detach() for m in self.masters],
                     optimizer=self.optimizer.state_dict())
 
     @torch.no_grad()
     def load(self, state):
-        if [m.shape for m in self.masters] != [saved.shape for saved in state["masters"]]:
+        """Raises ValueError for anything but the state of such a model."""
+        saved = state.get("masters")
+        if not isinstance(saved, list) or not all(isinstance(x, torch.Tensor) for x in saved):
+            raise ValueError("the checkpoint's learner holds no list of tensors named masters")
+        if [m.shape for m in self.masters] != [x.shape for x in saved]:
             raise ValueError("the checkpoint's weights have other shapes than the model")
-        for master, saved in zip(self.masters, state["masters"]):
-            master.copy_(saved)
-        self.optimizer.load_state_dict(state["optimizer"])
+        if not all(x.is_floating_point() and x.isfinite().all() for x in saved):
+            raise ValueError("the checkpoint's weights are not finite numbers")
+        try:
+            self.optimizer.load_state_dict(state["optimizer"])
+            fits = all(map(self.has_moments, self.masters))
+        except (KeyError, TypeError, ValueError, AttributeError, RuntimeError):
+            fits = False
+        if not fits:
+            raise ValueError("the checkpoint's optimizer state does not fit the model")
+        for master, x in zip(self.masters, saved):
+            master.copy_(x)
         self.copy_down()
+
+    def has_moments(self, master):
+        """Has AdamW what it needs of a weight, or, before its first gradient, nothing?"""
+        shapes = {name: x.shape for name, x in self.optimizer.state.get(master, {}).items()}
+        want = dict(step=(), exp_avg=master.shape, exp_avg_sq=master.shape)
+        return shapes in ({}, want)

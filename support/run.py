@@ -1,9 +1,10 @@
 """
-The files of a run: out_dir with its lock, log.jsonl, samples.txt, config.json, ckpt.pt; what an
-interrupt does; and what a run prints when it cannot go on.
+The files of a run: out_dir with its lock, log.jsonl, samples.txt, config.json, ckpt.pt, model/ and
+best/; what a signal does; and what a run prints.
 
-The idea. A folder belongs to one run and one process. A checkpoint is written whole or not at all;
-the log is a list of JSON lines that a resumed run cuts back to the step it goes on from. Nothing
+The idea. A folder belongs to one run and one process. A checkpoint knows how long log and samples
+were when it was written, and a resumed run cuts them back to that: wherever a run was cut, its
+files end as if it had not been. What cannot be printed is dropped: the log is the record. Nothing
 here knows what is trained.
 """
 import json
@@ -16,6 +17,8 @@ from contextlib import contextmanager, suppress
 
 import torch
 
+from support.checkpoint import read_checkpoint, sync, write_checkpoint, write_text
+
 try:
     import fcntl
 except ImportError:  # Windows: two processes with one out_dir go unnoticed
@@ -24,41 +27,21 @@ except ImportError:  # Windows: two processes with one out_dir go unnoticed
 SIGNALS = [getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGHUP")
            if hasattr(signal, name)]
 HELD = {}  # out_dir -> its file descriptor, open until this process ends
+GROWING = ("log.jsonl", "samples.txt")
+FILES = ("ckpt.pt", "ckpt-previous.pt", *GROWING, "config.json")
+FOLDERS = ("model", "best")
+OF_A_MODEL = (".safetensors", ".json", ".jinja")
+LAYOUT = dict(step=int, memory=dict, learner=dict, config=dict, identity=dict, sizes=dict)
+SIGNALS = [getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGHUP")
+           if hasattr(signal, name)]
 
 
-def hold(out_dir):
-    """Lock out_dir for this process until it ends, however it ends. Raises ValueError if another
-    one has it."""
-    where = os.path.realpath(out_dir)
-    if fcntl is None or where in HELD:
-        return
-    folder = os.open(where, os.O_RDONLY)
-    try:
-        fcntl.flock(folder, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError:
-        os.close(folder)
-        raise ValueError(f"out_dir {out_dir!r} is in use by another process") from None
-    HELD[where] = folder
+# what is printed
 
-
-def write_whole(path, write):
-    """write(temporary path), then rename: a crash, a kill or a full disk in the middle leaves what
-    was there before."""
-    try:
-        write(path + ".tmp")
-        os.replace(path + ".tmp", path)
-    except (OSError, RuntimeError) as e:  # torch reports a full disk as RuntimeError
-        if os.path.isfile(path + ".tmp"):
-            os.remove(path + ".tmp")
-        reason = " ".join(str(e).split())
-        raise OSError(f"could not write {path}: {reason}; what was there is untouched") from None
-
-
-def write_text(path, text):
-    def write(tmp):
-        with open(tmp, "w", encoding="utf-8") as f:
-            f.write(text)
-    write_whole(path, write)
+def tell(text, stream=None):
+    """Print a line. Where that fails (a broken pipe, a full device, a closed stream) the line and
+    all that follow are dropped: no reason to stop."""
+    put(text + "\n", stream or sys.stdout)
 
 
 def tell(text, stream=None):
@@ -78,25 +61,57 @@ def tell(text, stream=None):
 
 def say(text, width=70):
     """What is going on now, on a terminal only; the next line replaces it."""
-    if sys.stderr.isatty():
-        sys.stderr.write("\r" + text[:width].ljust(width) + ("" if text else "\r"))
-        sys.stderr.flush()
+    if sys.stderr and not sys.stderr.closed and sys.stderr.isatty():
+        put("\r" + text[:width].ljust(width) + ("" if text else "\r"), sys.stderr)
+
+
+def put(text, stream):
+    if stream is None:  # it was closed before this process began
+        return
+    try:
+        stream.write(text)
+        stream.flush()
+    except UnicodeEncodeError:
+        put(text.encode("ascii", "backslashreplace").decode(), stream)
+    except (OSError, ValueError):
+        # the interpreter would try again at its end what the stream still holds, and fail
+        with suppress(OSError, ValueError):
+            nowhere = os.open(os.devnull, os.O_WRONLY)
+            os.dup2(nowhere, stream.fileno())
+            os.close(nowhere)
+
+
+def open_streams():
+    """A file that is opened while a standard stream is closed takes its number, and what a library
+    prints would end up in it: let all three lead somewhere."""
+    for fd in range(3):
+        try:
+            os.fstat(fd)
+        except OSError:
+            os.open(os.devnull, os.O_RDWR)  # takes the lowest free number: this one
 
 
 @contextmanager
-def one_line_errors(*kinds):
-    """Exceptions of these kinds end the program with one line, an interrupt with 130."""
+def one_line_errors(*kinds, also=None):
+    """Exceptions of these kinds end the program with one line, an interrupt with 130. also(): what
+    the line says behind that."""
+    open_streams()
     try:
         yield
     except kinds as e:
-        sys.exit(f"error: {e}")
+        line = f"error: {e}"
+        if also:
+            line += also()
+        sys.exit(" ".join(line.splitlines()))
     except KeyboardInterrupt:
         sys.exit(130)
 
 
+# the machine
+
 def choose_device(c):
-    """Replace "auto" in c.device and c.dtype by what it means here. Raises ValueError for a device
-    that is not there."""
+    """Replace "auto" in c.device by what it means here. Raises ValueError for a device that is not
+    there."""
     if c.device == "auto":
         c.device = "cuda" if torch.cuda.is_available() else "cpu"
     kind, _, index = c.device.partition(":")
@@ -108,32 +123,76 @@ def choose_device(c):
             raise ValueError(f"device={c.device} was asked for, but torch finds no CUDA or no such "
                              f"card ({cards} found)")
         torch.cuda.set_device(int(index or 0))  # the peak is asked of the current card
-    if c.dtype == "auto":
-        c.dtype = "bfloat16" if kind == "cuda" else "float32"
+
+
+def memory_of(device):
+    """Bytes of memory that a card or, for the CPU, this machine has; inf if it does not say."""
+    if device.startswith("cuda"):
+        return torch.cuda.get_device_properties(device).total_memory
+    if hasattr(os, "sysconf"):
+        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    return float("inf")
+
+
+# the folder
+
+def hold(out_dir):
+    """Lock out_dir for this process until it ends, however it ends. -> its descriptor. Raises
+    ValueError if another one has it."""
+    where = os.path.realpath(out_dir)
+    if fcntl is None:
+        return None
+    folder = os.open(where, os.O_RDONLY)
+    if where in HELD and os.path.samestat(os.fstat(folder), os.fstat(HELD[where])):
+        os.close(folder)
+        return HELD[where]
+    try:
+        fcntl.flock(folder, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        os.close(folder)
+        raise ValueError(f"out_dir {out_dir!r} is in use by another process") from None
+    HELD[where] = folder
+    return folder
+
+
+def is_of_a_run(path):
+    """Is this a config.json that a run wrote, and not, say, a model's?"""
+    try:
+        with open(path, encoding="utf-8") as f:
+            c = json.load(f)
+    except (OSError, ValueError, RecursionError):
+        return False
+    return isinstance(c, dict) and {"out_dir", "resume", "overwrite", "steps"} <= c.keys()
 
 
 class Run:
     """One run in c.out_dir.
 
     c: namespace with out_dir, resume, overwrite, steps and whatever else the run is made of.
-    may_change: keys that a resumed run may have set differently. step: steps done. memory: what
-    later steps must know beside the learner; JSON. learner: what `save` was given, after a resume.
-    Raises, before anything is written, ValueError if the folder holds another run, is in use, or
-    holds a checkpoint that is damaged or of other settings; FileNotFoundError if there is none."""
+    may_change: keys that a resumed run may have set differently. identity: {key of c: fingerprint
+    of the files that it names}, part of the run too. step: steps done. memory: what later steps
+    must know beside the learner; JSON. learner: what `save` was given, after a resume. interrupted:
+    the number of the signal that ends the run after this step, or 0. source: the folder that the
+    model was loaded from.
 
-    def __init__(self, c, may_change):
-        self.c, self.may_change = c, may_change
+    Raises, before anything is written, ValueError if the folder holds another run or files that no
+    run made, is in use, or holds a checkpoint that is damaged or of other settings;
+    FileNotFoundError if there is none."""
+
+    def __init__(self, c, may_change, identity=None):
+        self.c, self.may_change, self.identity = c, may_change, identity or {}
         self.step, self.memory, self.learner = 0, {}, None
-        self.interrupted = False
-        names = ("config.json", "ckpt.pt", "log.jsonl")
-        taken = any(os.path.exists(self.path(name)) for name in names)
-        if taken and not (c.resume or c.overwrite):
-            raise ValueError(f"out_dir {c.out_dir!r} holds another run: say --resume=True, "
-                             "--overwrite=True, or another --out_dir")
+        self.held, self.source, self.interrupted = None, None, 0
+        self.saved, self.unsaved = None, not c.resume  # the checkpoint's step; is there more?
+        if c.resume and c.overwrite:
+            raise ValueError("resume=True goes on with a run, overwrite=True throws it away: say "
+                             "one of them")
         if os.path.isdir(c.out_dir):
-            hold(c.out_dir)
+            self.held = hold(c.out_dir)
         if c.resume:
             self.read_checkpoint()
+        else:
+            self.check_free()
         self.first = self.step  # at which this process began
 
     @property
@@ -143,60 +202,149 @@ class Run:
     def path(self, name):
         return os.path.join(self.c.out_dir, name)
 
+    def files(self):
+        """Names of the files in out_dir that a run would write."""
+        names = list(FILES)
+        for folder in FOLDERS:
+            path = self.path(folder)
+            names.append(folder)
+            if os.path.isdir(path) and not os.path.islink(path):
+                names[-1:] = [os.path.join(folder, name) for name in sorted(os.listdir(path))]
+        return [name for name in names if os.path.lexists(self.path(name))]
+
+    def check_free(self):
+        """Raise ValueError unless a new run may begin in out_dir."""
+        there, out_dir = self.files(), self.c.out_dir
+        ours = is_of_a_run(self.path("config.json"))
+        for name in there:
+            if not ours or os.path.islink(self.path(name)):  # a run makes no links
+                raise ValueError(f"out_dir {out_dir!r} holds {name}, which no run of this program "
+                                 "made: choose another --out_dir")
+        if there and not self.c.overwrite:
+            raise ValueError(f"out_dir {out_dir!r} holds another run: say --resume=True, "
+                             "--overwrite=True, or another --out_dir")
+
+    # resuming
+
     def read_checkpoint(self):
         c, path = self.c, self.path("ckpt.pt")
         if not os.path.exists(path):
-            raise FileNotFoundError(f"resume: {path} does not exist; a run that has not saved yet "
-                                    "starts again with --overwrite=True")
+            raise FileNotFoundError(f"resume: {path} does not exist: {self.older()}")
         try:
-            state = torch.load(path, map_location="cpu", weights_only=True)
-            was, self.step = state["config"], state["step"]
-            self.memory, self.learner = state["memory"], state["learner"]
-        except Exception as e:  # a damaged file raises whatever its first wrong byte leads to
-            reason = " ".join(str(e).split())[:200]
-            raise ValueError(f"resume: {path} cannot be read: {type(e).__name__}: "
-                             f"{reason}") from None
+            state = read_checkpoint(path)
+        except ValueError as e:
+            raise ValueError(f"resume: {path} is damaged: {e}; {self.older()}") from None
+        for key, kind in LAYOUT.items():
+            found = state.get(key) if isinstance(state, dict) else None
+            if type(found) is not kind:
+                raise ValueError(f"resume: {path}: {key} must be of type {kind.__name__}, "
+                                 f"got {type(found).__name__}; {self.older()}")
+        sizes = [state["sizes"].get(name) for name in GROWING]
+        if min(state["step"], *(n if type(n) is int else -1 for n in sizes)) < 0:
+            raise ValueError(f"resume: {path}: step {state['step']} and sizes {sizes} must be "
+                             f"whole numbers from 0; {self.older()}")
+        was = state["config"]
         for key, value in vars(c).items():
             if key not in self.may_change and was.get(key) != value:
                 raise ValueError(f"resume: {key} was {was.get(key)!r} in the run in {c.out_dir!r}, "
                                  f"now it is {value!r}")
-        if self.step > c.steps:
-            raise ValueError(f"resume: the run in {c.out_dir!r} has done {self.step} steps "
+        for key, value in self.identity.items():
+            if state["identity"].get(key) != value:
+                raise ValueError(f"resume: {key} {getattr(c, key)!r} has other contents now than "
+                                 f"when the run in {c.out_dir!r} began")
+        if state["step"] > c.steps:
+            raise ValueError(f"resume: the run in {c.out_dir!r} has done {state['step']} steps "
                              f"already, steps={c.steps}")
+        self.step, self.memory, self.learner = state["step"], state["memory"], state["learner"]
+        self.sizes, self.saved = state["sizes"], self.step
+
+    def older(self):
+        """What to do without ckpt.pt."""
+        path = self.path("ckpt-previous.pt")
+        try:
+            step = read_checkpoint(path)["step"]
+        except (OSError, ValueError, KeyError, TypeError):
+            return "start again with --overwrite=True"
+        return f"{path} is whole and holds step {step}: rename it to ckpt.pt and resume from it"
+
+    def cut_back(self, name):
+        """Cut a file that grows back to what the checkpoint knows."""
+        path, size = self.path(name), self.sizes[name]
+        there = 0
+        if os.path.exists(path):
+            there = os.path.getsize(path)
+        if there < size:
+            tell(f"{path} lacks some of what was written before step {self.step}")
+            with open(path, "ab+") as f:
+                f.seek(0)
+                size = f.read().rfind(b"\n") + 1  # not half a line
+        with open(path, "ab") as f:
+            f.truncate(size)
 
     def open(self):
-        """Make out_dir, clear it of an old run if that was asked for, cut the log back to the step
-        that is resumed; from here on an interrupt ends the run after its step."""
-        os.makedirs(self.path("model"), exist_ok=True)
-        hold(self.c.out_dir)
+        """Make out_dir, clear it of an old run if that was asked for, cut log and samples back to
+        the step that is resumed; from here on a signal ends the run after its step."""
+        os.makedirs(self.c.out_dir, exist_ok=True)
+        self.held = hold(self.c.out_dir)
+        for number in SIGNALS:
+            if signal.getsignal(number) != signal.SIG_IGN or number == signal.SIGINT:  # nohup
+                signal.signal(number, self.on_signal)
         if self.learner is None:
-            for name in ("ckpt.pt", "log.jsonl", "samples.txt", "model/model.safetensors"):
-                if os.path.lexists(self.path(name)):
+            self.check_free()  # another run may have begun and ended here since
+            for name in self.files():  # checkpoints first, the settings stay until they change
+                if name in FILES[:-1] or (name not in FILES and name.endswith(OF_A_MODEL)):
                     os.remove(self.path(name))
-        elif os.path.exists(self.path("log.jsonl")):
-            with open(self.path("log.jsonl"), "rb") as f:
-                lines = [line.decode() for line in f if line.endswith(b"\n")]  # not half a line
-            lines = [line for line in lines if json.loads(line)["step"] < self.step]
-            write_text(self.path("log.jsonl"), "".join(lines))
+        else:
+            for name in GROWING:
+                self.cut_back(name)
+        for folder in FOLDERS:
+            os.makedirs(self.path(folder), exist_ok=True)
         write_text(self.path("config.json"), json.dumps(vars(self.c), indent=2))
         self.began = time.time()
-        signal.signal(signal.SIGINT, self.on_interrupt)
 
-    def on_interrupt(self, signum, frame):
+    def on_signal(self, number, frame):
+        if self.interrupted and number == getattr(signal, "SIGHUP", None):
+            return  # a terminal that is closed sends it twice
         if self.interrupted:
-            sys.exit(130)
-        self.interrupted = True
-        print("\ninterrupt: finishing this step, then saving; once more quits at once",
-              file=sys.stderr)
+            os._exit(128 + number)
+        self.interrupted = number
+        with suppress(OSError):  # print may be what was interrupted
+            os.write(2, f"\n{signal.Signals(number).name}: finishing this step, then saving; once "
+                     "more quits at once\n".encode())
+
+    # writing
+
+    def is_own(self):
+        """Is out_dir still the folder that this process holds?"""
+        if self.held is None:
+            return True
+        try:
+            return os.path.samestat(os.fstat(self.held), os.stat(self.c.out_dir))
+        except OSError:
+            return False
+
+    def check_own(self):
+        if not self.is_own():
+            raise OSError(f"out_dir {self.c.out_dir!r} was removed or replaced while this run used "
+                          "it: nothing more is written")
 
     def append(self, name, text):
         """Add text to a file in out_dir."""
-        with open(self.path(name), "a", encoding="utf-8", errors="backslashreplace") as f:
-            f.write(text)
+        self.check_own()
+        self.unsaved = True
+        try:
+            with open(self.path(name), "a", encoding="utf-8", errors="backslashreplace") as f:
+                f.write(text)
+        except OSError as e:
+            raise OSError(f"could not write {self.path(name)}: {e.strerror}") from None
 
-    def log(self, numbers):
-        """Add a line to log.jsonl."""
-        self.append("log.jsonl", json.dumps(numbers) + "\n")
+    def log(self, kind, numbers):
+        """Add a line to log.jsonl. Raises FloatingPointError for a number that is not finite, which
+        JSON has not."""
+        for name, x in numbers.items():
+            if isinstance(x, float) and not abs(x) < float("inf"):
+                raise FloatingPointError(f"{name} is {x} in step {self.step}; lower lr?")
+        self.append("log.jsonl", json.dumps(dict(kind=kind, **numbers), allow_nan=False) + "\n")
 
     def minutes_left(self):
         """After the step in progress, at the pace of this process so far."""
@@ -204,50 +352,56 @@ class Run:
         return (time.time() - self.began) / done * left / 60
 
     def save(self, learner):
-        """Write the checkpoint. learner: dict of tensors and numbers."""
-        state = dict(learner=learner, step=self.step, memory=self.memory, config=vars(self.c))
+        """Write the checkpoint; the one before it becomes ckpt-previous.pt. learner: dict of
+        tensors and numbers."""
+        self.check_own()
+        sizes = dict.fromkeys(GROWING, 0)
+        for name in GROWING:
+            if os.path.exists(self.path(name)):
+                sync(self.path(name))
+                sizes[name] = os.path.getsize(self.path(name))
+        state = dict(learner=learner, step=self.step, memory=self.memory, config=vars(self.c),
+                     identity=self.identity, sizes=sizes)
+        write_checkpoint(self.path("ckpt.pt"), state, previous=self.path("ckpt-previous.pt"))
+        self.saved, self.unsaved = self.step, False
 
-        def write(tmp):
-            torch.save(state, tmp)
-        write_whole(self.path("ckpt.pt"), write)
+    def write_model(self, name, net):
+        """Write net to the folder out_dir/name in Hugging Face format, with what stands beside the
+        weights in self.source, the folder that it came from: tokenizer, chat template,
+        generation_config.json."""
+        self.check_own()
+        target, tmp = self.path(name), self.path(name + ".tmp")
+        shutil.rmtree(tmp, ignore_errors=True)
+        try:
+            net.save_pretrained(tmp)
+            for file in os.listdir(self.source):
+                beside = file.endswith((".json", ".jinja")) and not file.endswith(".index.json")
+                if beside and file != "config.json":
+                    shutil.copyfile(os.path.join(self.source, file), os.path.join(tmp, file))
+            os.makedirs(target, exist_ok=True)
+            for file in os.listdir(tmp):
+                new = os.path.join(tmp, file)
+                shutil.copymode(self.path("config.json"), new)  # what the umask says
+                sync(new)
+                os.replace(new, os.path.join(target, file))
+            sync(target)
+        finally:
+            shutil.rmtree(tmp, ignore_errors=True)
 
-    def copy_beside(self, folder):
-        """Copy what stands beside the weights in a model's folder (tokenizer, chat template,
-        generation_config.json) into out_dir/model."""
-        for name in os.listdir(folder):
-            beside = name.endswith((".json", ".jinja")) and not name.endswith(".index.json")
-            if beside and name != "config.json":
-                shutil.copy(os.path.join(folder, name), self.path("model"))
+    # the end
+
+    def kept(self):
+        """Where the last checkpoint is, for a run that cannot go on."""
+        if not self.is_own():
+            return ""
+        if self.saved is None:
+            return "; nothing was saved"
+        return f"; {self.path('ckpt.pt')} holds step {self.saved}"
 
     def leave(self):
-        """After the loop: an interrupted run says how to go on, and ends with 130."""
-        if self.finished:
-            return
-        if self.step > self.first:
-            print(f"saved in {self.c.out_dir}; go on with the same command and --resume=True")
-        else:
-            print("no step was finished: nothing saved")
-        sys.exit(130)
-
-
-class Metrics:
-    """Numbers of one optimizer step: sums over micro-batches, and numbers of single tokens."""
-
-    def __init__(self, **sums):
-        self.sums, self.parts = sums, {}
-
-    def add(self, **numbers):
-        for name, x in numbers.items():
-            self.sums[name] = self.sums.get(name, 0.0) + x
-
-    def collect(self, mask, **tensors):
-        """Keep the entries of each tensor where mask is True."""
-        for name, x in tensors.items():
-            self.parts.setdefault(name, []).append(x[mask])
-
-    def has(self, name):
-        return name in self.parts
-
-    def tokens(self, name):
-        """All that was collected under this name, (n,) fp32."""
-        return torch.cat(self.parts[name]).float()
+        """After the loop of an interrupted run: say how to go on, end with 128 + signal."""
+        how = "the same command and --resume=True"
+        if self.c.overwrite:
+            how += " in place of --overwrite=True"
+        tell(f"saved in {self.c.out_dir} after step {self.step}; go on with {how}")
+        sys.exit(128 + self.interrupted)

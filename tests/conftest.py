@@ -14,7 +14,8 @@ from grpo import replay
 from kvcache import EVICT, attention
 from model import Config, Transformer
 from rollout import Rollout
-from support.run import HELD
+from support.checkpoint import read_checkpoint as read_whole
+from support.run import HELD, SIGNALS
 
 # one thread is faster for models this small, here and in the processes that tests start
 torch.set_num_threads(1)
@@ -173,12 +174,13 @@ def separate(model, r, bg, policy):
 # runs of train.py
 
 def train_here(*args):
-    """train.main in this process, which then answers Ctrl-C as before and lets go of out_dir."""
-    before = signal.getsignal(signal.SIGINT)
+    """train.main in this process, which then answers signals as before and lets go of out_dir."""
+    before = {number: signal.getsignal(number) for number in SIGNALS}
     try:
         train.main([*FAST, *args])
     finally:
-        signal.signal(signal.SIGINT, before)
+        for number, handler in before.items():
+            signal.signal(number, handler)
         while HELD:
             os.close(HELD.popitem()[1])
 
@@ -209,12 +211,13 @@ def read_log(out_dir):
     """log.jsonl without what depends on the clock: rows of evaluations, rows of steps."""
     with open(os.path.join(out_dir, "log.jsonl")) as f:
         log = [json.loads(line) for line in f]
-    log = [{k: v for k, v in row.items() if k not in ("rollout_s", "learn_s")} for row in log]
-    return [row for row in log if "loss" not in row], [row for row in log if "loss" in row]
+    clock = ("rollout_s", "learn_s", "tokens_per_s")
+    log = [{k: v for k, v in row.items() if k not in clock} for row in log]
+    return [r for r in log if r["kind"] == "eval"], [r for r in log if r["kind"] == "step"]
 
 
 def read_checkpoint(out_dir):
-    return torch.load(os.path.join(out_dir, "ckpt.pt"), weights_only=True)
+    return read_whole(os.path.join(out_dir, "ckpt.pt"))
 
 
 # Triton's interpreter

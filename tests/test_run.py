@@ -1,20 +1,27 @@
 """support/run.py: the folder of a run, whatever happens to the process that it belongs to."""
 import json
 import os
+import random
 import shutil
 import signal
+import stat
 import subprocess
 import sys
 from types import SimpleNamespace
 
+import kills
 import pytest
 import torch
 from safetensors import safe_open
+from safetensors.torch import load_file
 
+import support.checkpoint
 import train
-from conftest import FAST, ROOT, read_checkpoint, read_log, run_train, start_train, train_here
+from conftest import FAST, ROOT, read_checkpoint, read_log, run_train, train_here
 from objectives.dpo import DPO
-from support.run import Metrics, choose_device, write_whole
+from support.checkpoint import write_checkpoint, write_whole
+from support.metrics import Metrics
+from support.run import choose_device, hold, tell
 
 
 def masters(out_dir):
@@ -59,7 +66,7 @@ def test_objectives_resume_bitwise(name, tmp_path, monkeypatch):
         head = state["learner"]["masters"][-2:]
         assert [x.shape for x in head] == [(1, 128), (1,)] and head[1].abs() > 0
         state["learner"]["masters"][-2:] = [torch.zeros_like(x) for x in head]
-        torch.save(state, os.path.join(wrong, "ckpt.pt"))
+        write_checkpoint(os.path.join(wrong, "ckpt.pt"), state)
         # the head stays out of the model
         with safe_open(os.path.join(whole, "model", "model.safetensors"), "pt") as f:
             assert all(f.get_tensor(k).shape != (1, 128) for k in f.keys())  # noqa: SIM118  it is no dict
@@ -81,9 +88,12 @@ def times(folder):
     ("holds another run", ["--seed=0"]),
     ("lr was 0.0", ["--resume=True", "--lr=1e-5"]),
     ("has done 4 steps already", ["--resume=True", "--steps=2"]),
+    ("say one of them", ["--resume=True", "--overwrite=True"]),
     # found too late, the old run would be gone
     ("needs at least", ["--overwrite=True", "--prompt_tokens=20"]),
     ("where this run would save its own", ["--overwrite=True", "--model={out}/model"]),
+    ("where this run would save its own", ["--overwrite=True", "--model={out}/best"]),
+    ("where this run would save its own", ["--overwrite=True", "--task={out}/log.jsonl"]),
 ])
 def test_out_dir_is_guarded(finished, say, args):
     """A folder that holds a run is not touched unless resume or overwrite is said, nor resumed as
@@ -111,11 +121,12 @@ def test_overwrite_begins_again(finished, tmp_path):
     assert not same_weights(out, finished[0])
 
 
-def test_one_process_a_folder(tmp_path):
+def test_one_process_a_folder(finished, tmp_path):
     """While another process works in out_dir, a run there is refused and leaves it alone;
     afterwards it may begin."""
     out = tmp_path / "out"
     out.mkdir()
+    shutil.copy(os.path.join(finished[0], "config.json"), out)
     (out / "log.jsonl").write_text("theirs\n")
     code = f"from support.run import hold; hold({str(out)!r}); print('held', flush=True); input()"
     holder = subprocess.Popen([sys.executable, "-c", code], cwd=ROOT, text=True,
@@ -131,41 +142,247 @@ def test_one_process_a_folder(tmp_path):
     train_here(*ask)
 
 
+def test_foreign_files_stay(finished, tmp_path):
+    """What no run made is refused by name and left alone, whatever is said; the control is the
+    folder of a run."""
+    files = ["config.json", "log.jsonl", "samples.txt", "ckpt.pt", "model/model.safetensors",
+             "best/notes.txt"]
+    for i, name in enumerate(files):
+        out = tmp_path / str(i)
+        (out / name).parent.mkdir(parents=True)
+        (out / name).write_text('{"model_type": "qwen3"}')
+        for say in ("--overwrite=True", "--overwrite=False"):
+            with pytest.raises(SystemExit, match=f"holds {name}, which no run of this program"):
+                train_here("--steps=1", say, f"--out_dir={out}")
+        assert (out / name).read_text() == '{"model_type": "qwen3"}'
+        assert [n for _, _, names in os.walk(out) for n in names] == [(out / name).name]
+
+    # a model's folder, by itself, through a link, and as model/ of what else is a run
+    model, link, linked = tmp_path / "M", tmp_path / "link", tmp_path / "linked"
+    shutil.copytree(os.path.join(ROOT, "data", "tiny"), model)
+    link.symlink_to(model)
+    before = times(model)
+    for out in (model, link):
+        with pytest.raises(SystemExit, match="where this run would save its own"):
+            train_here(f"--model={model}", f"--out_dir={out}", "--overwrite=True")
+    shutil.copytree(finished[0], linked)
+    shutil.rmtree(linked / "model")
+    (linked / "model").symlink_to(model)
+    with pytest.raises(SystemExit, match="holds model, which no run"):
+        train_here(f"--out_dir={linked}", "--overwrite=True")
+    assert times(model) == before
+    (linked / "model").unlink()
+    (linked / "notes.txt").write_text("mine")
+    train_here("--steps=1", "--eval_every=9", f"--out_dir={linked}", "--overwrite=True")
+    assert (linked / "notes.txt").read_text() == "mine"
+
+
+def test_modes_and_home(tmp_path, monkeypatch):
+    """Files have the mode that the umask says; ~ is the home folder."""
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.chdir(tmp_path)
+    before = os.umask(0o027)
+    try:
+        train_here("--steps=1", "--eval_every=9", "--out_dir=~/x")
+    finally:
+        os.umask(before)
+    assert os.listdir(tmp_path) == ["x"]
+    modes = {name: stat.S_IMODE(os.stat(os.path.join(base, name)).st_mode)
+             for base, _, names in os.walk(tmp_path) for name in names}
+    assert len(modes) == 9 and set(modes.values()) == {0o640}
+    train_here("--model=~/x/model", "--steps=1", "--out_dir=~/y")
+    with pytest.raises(SystemExit, match=f"{tmp_path}/x/model' is where this run"):
+        train_here("--model=~/x/model", f"--out_dir={tmp_path}/x", "--overwrite=True")
+
+
+def test_a_folder_that_goes_away(tmp_path, monkeypatch):
+    """A run whose folder is removed, or is another one now, stops at its next write."""
+    out = tmp_path / "out"
+    calls, generate = [], train.generate
+
+    def remove(*args, **kwargs):
+        calls.append(1)
+        if len(calls) == 4:  # the first step: two batches of evaluation, a rollout, two more
+            shutil.rmtree(out)
+            if again:
+                out.mkdir()
+                (out / "log.jsonl").write_text("theirs")
+        return generate(*args, **kwargs)
+
+    monkeypatch.setattr(train, "generate", remove)
+    for again in (False, True):
+        calls.clear()
+        with pytest.raises(SystemExit) as e:
+            train_here(f"--out_dir={out}", "--eval_every=1")
+        assert str(e.value) == (f"error: out_dir {str(out)!r} was removed or replaced while this "
+                                "run used it: nothing more is written")
+        assert os.path.exists(out) == again
+    assert os.listdir(out) == ["log.jsonl"] and (out / "log.jsonl").read_text() == "theirs"
+    hold(out)  # nobody has it
+
+
 # ends that were not planned
 
-def test_interrupt_saves_and_resumes(tmp_path):
-    out = str(tmp_path / "out")
-    once = ["--eval_every=500", "--eval_problems=1"]
-    process = start_train("--steps=500", *once, f"--out_dir={out}")
-    for line in process.stdout:
-        if line.startswith("step    0"):
-            process.send_signal(signal.SIGINT)
-            break
-    printed, errors = process.communicate(timeout=60)
-    assert process.returncode == 130 and "Traceback" not in errors
-    assert "go on with the same command and --resume=True" in printed
-    step = read_checkpoint(out)["step"]
-    assert 1 <= step < 10
-    train_here(f"--steps={step + 1}", *once, "--resume=True", f"--out_dir={out}")
-    assert [r["step"] for r in read_log(out)[1]] == list(range(step + 1))
+def cut(monkeypatch, call, number):
+    """A signal while `generate` runs for the call-th time."""
+    calls, generate = [], train.generate
+    if number == signal.SIGHUP:
+        signal.signal(number, signal.SIG_DFL)  # these tests may run under nohup
+
+    def interrupted(*args, **kwargs):
+        calls.append(1)
+        if len(calls) == call:
+            signal.raise_signal(number)
+        return generate(*args, **kwargs)
+
+    monkeypatch.setattr(train, "generate", interrupted)
+    return calls
 
 
-def test_kill_leaves_a_whole_checkpoint(tmp_path):
-    """kill -9 at any moment: the checkpoint that is there loads, and the log goes on without a step
-    twice."""
-    out, often = str(tmp_path / "out"), ["--save_every=1", "--eval_every=500", "--eval_problems=1"]
-    process = start_train("--steps=500", *often, f"--out_dir={out}")
-    for line in process.stdout:
-        if line.startswith("step    3"):
-            process.kill()
-            break
-    process.communicate(timeout=60)
-    step = read_checkpoint(out)["step"]
-    assert step >= 3
-    with open(os.path.join(out, "log.jsonl"), "a") as f:
-        f.write('{"step": 3')  # half a line
-    train_here(f"--steps={step + 2}", *often, "--resume=True", f"--out_dir={out}")
-    assert [r["step"] for r in read_log(out)[1]] == list(range(step + 2))
+RARELY = ["--eval_batch=2", "--save_every=100"]
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory):
+    out = str(tmp_path_factory.mktemp("undisturbed") / "out")
+    train_here(*RARELY, f"--out_dir={out}")
+    return out
+
+
+# calls of generate: 4 batches of evaluation, 2 rollouts, 4 batches, 2 rollouts, 4 batches
+@pytest.mark.parametrize("name, call, step", [
+    ("SIGINT", 1, 0), ("SIGTERM", 3, 0), ("SIGHUP", 5, 1), ("SIGINT", 8, 2), ("SIGTERM", 13, 4),
+    ("SIGHUP", 15, 4)])
+def test_a_signal_saves_what_is_done(undisturbed, tmp_path, monkeypatch, capsys, name, call, step):
+    """An evaluation is left between two batches, a step is finished, and only what was saved is
+    said to be; resumed, the run ends as if nobody had cut it."""
+    number, out = getattr(signal, name), str(tmp_path / "out")
+    with monkeypatch.context() as patched:
+        calls = cut(patched, call, number)
+        with pytest.raises(SystemExit) as e:
+            train_here(*RARELY, f"--out_dir={out}")
+    assert e.value.code == 128 + number and len(calls) == call
+    assert f"saved in {out} after step {step}; go on with" in capsys.readouterr().out
+    assert read_checkpoint(out)["step"] == step
+    assert "ckpt.pt" in kills.differences(undisturbed, out)  # the control
+    train_here(*RARELY, "--resume=True", f"--out_dir={out}")
+    assert kills.differences(undisturbed, out) == []
+
+
+@pytest.mark.parametrize("call", [6, 12, 14])
+def test_what_was_not_saved_is_done_again(undisturbed, tmp_path, monkeypatch, call):
+    """Log and samples are cut back to the last checkpoint, whatever was written after it."""
+    out, calls, generate = tmp_path / "out", [], train.generate
+
+    def stopped(*args, **kwargs):
+        calls.append(1)
+        if len(calls) == call:
+            raise KeyboardInterrupt  # stands for a kill: nothing is saved
+        return generate(*args, **kwargs)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(train, "generate", stopped)
+        with pytest.raises(SystemExit):
+            train_here(*RARELY, f"--out_dir={out}")
+    for name in ("log.jsonl", "samples.txt"):
+        with open(out / name, "a") as f:
+            f.write('{"step": 3')  # half a line
+        assert (out / name).stat().st_size > read_checkpoint(out)["sizes"][name]
+    train_here(*RARELY, "--resume=True", f"--out_dir={out}")
+    assert kills.differences(undisturbed, str(out)) == []
+
+
+def test_real_signals(tmp_path):
+    """Processes that are cut at random moments, and what a resumed run makes of them (kills.py does
+    more of it)."""
+    rng, whole, cuts = random.Random(1), str(tmp_path / "whole"), {}
+    for name in ("SIGTERM", "SIGHUP", "SIGKILL"):
+        out = str(tmp_path / name)
+        cuts[name] = out, kills.start(out, None, out + ".log")
+    train_here(*kills.SETTINGS, f"--out_dir={whole}")
+    for name, (out, process) in cuts.items():
+        kills.wait_for_begin(process, out + ".log", 0)
+        kills.disturb(process, name, out + ".log", rng=rng, length=0.5)
+    for name, (out, process) in cuts.items():
+        number, code = getattr(signal, name), process.wait(timeout=60)
+        assert code in (128 + number, -number, 0), open(out + ".log").read()
+        assert kills.left_over(out) == []
+        train_here(*kills.SETTINGS, *kills.go_on(out), f"--out_dir={out}")
+        assert kills.differences(whole, out) == []
+
+
+def test_a_second_signal_quits_at_once(tmp_path):
+    """Nothing more is saved then."""
+    code = ("import signal, sys, train; f = train.generate\n"
+            "def g(*a, **k):\n"
+            "    for n in (signal.SIGTERM, signal.SIGINT): signal.raise_signal(n)\n"
+            "    return f(*a, **k)\n"
+            "train.generate = g; train.main(sys.argv[1:])")
+    out = tmp_path / "out"
+    p = subprocess.run([sys.executable, "-c", code, *FAST, f"--out_dir={out}"],
+                       cwd=ROOT, capture_output=True, text=True, timeout=100)
+    assert p.returncode == 130 and "saved in" not in p.stdout and not (out / "ckpt.pt").exists()
+    said = "SIGTERM: finishing this step, then saving; once more quits at once"
+    assert p.stderr.strip() == said
+
+
+def test_a_closed_terminal_hangs_up_twice(tmp_path, monkeypatch):
+    """The kernel and the shell each send SIGHUP; what is ignored (nohup) stays so."""
+    out, generate = str(tmp_path / "out"), train.generate
+
+    def twice(*args, **kwargs):
+        signal.raise_signal(signal.SIGHUP)
+        signal.raise_signal(signal.SIGHUP)
+        return generate(*args, **kwargs)
+
+    monkeypatch.setattr(train, "generate", twice)
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)
+    with pytest.raises(SystemExit) as e:
+        train_here(f"--out_dir={out}")
+    assert e.value.code == 129 and read_checkpoint(out)["step"] == 0
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        train_here("--steps=1", "--overwrite=True", f"--out_dir={out}")
+    finally:
+        signal.signal(signal.SIGHUP, before)
+    assert read_checkpoint(out)["step"] == 1
+
+
+def test_what_cannot_be_printed(tmp_path):
+    """A reader that leaves, an encoding without the letter, closed streams: the run ends well, its
+    files are there. The control is a plain print."""
+    ways = dict(reader='PYTHONIOENCODING=ascii "$@" 2>&1 | head -1; exit ${PIPESTATUS[0]}',
+                closed='exec "$@" >&- 2>&-')
+    running = {}
+    for name, way in ways.items():
+        out = tmp_path / f"\u00fc-{name}"
+        command = [sys.executable, os.path.join(ROOT, "train.py"), *FAST, "--steps=1",
+                   "--eval_every=1", "--eval_problems=1", f"--out_dir={out}"]
+        running[name] = out, subprocess.Popen(["bash", "-c", way, "run", *command], text=True,
+                                              stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    for name, (out, process) in running.items():
+        printed, errors = process.communicate(timeout=120)
+        assert process.returncode == 0 and errors == "", (name, errors)
+        assert len(printed.splitlines()) == dict(reader=1, closed=0)[name]
+        assert len(read_log(out)[1]) == 1 and (out / "model" / "model.safetensors").exists()
+    plain = 'python -c "for i in range(100000): print(i)" 2>/dev/null | head -1; ' \
+            "exit ${PIPESTATUS[0]}"
+    assert subprocess.run(["bash", "-c", plain], stdout=subprocess.PIPE).returncode != 0
+
+
+def test_tell(tmp_path):
+    """The line that fails and those after it are dropped, of this stream alone."""
+    full, ascii_only = open("/dev/full", "w"), open(tmp_path / "x", "w", encoding="ascii")
+    tell("a", full)
+    tell("b", full)
+    full.close()  # has nothing left to write
+    tell("\u00fc", ascii_only)
+    tell("c", ascii_only)
+    ascii_only.close()
+    tell("d", ascii_only)
+    assert open(tmp_path / "x").read() == "\\xfc\nc\n"
+    with pytest.raises(OSError), open("/dev/full", "w") as f:  # the control
+        f.write("a")
 
 
 def test_full_disk(tmp_path):
@@ -179,22 +396,142 @@ def test_full_disk(tmp_path):
     p = subprocess.run([sys.executable, "-c", code, *ask], cwd=ROOT, capture_output=True,
                        text=True, timeout=200)
     assert p.returncode == 1 and p.stderr.strip().startswith("error: could not write")
+    assert p.stderr.strip().endswith(f"{out}/ckpt.pt holds step 1")
     assert len(p.stderr.strip().splitlines()) == 1
     assert read_checkpoint(out)["step"] == 1
     assert not os.path.exists(os.path.join(out, "ckpt.pt.tmp"))
 
 
-@pytest.mark.parametrize("damage", ["half", "empty", "text", "start"])
+@pytest.mark.parametrize("damage", ["half", "empty", "text", "start", "bit", "gone"])
 def test_damaged_checkpoint(finished, tmp_path, damage):
+    """It is refused, the generation before it is named, and that one goes on."""
     out = tmp_path / "out"
     shutil.copytree(finished[0], out)
     whole = (out / "ckpt.pt").read_bytes()
-    wrong = dict(half=whole[:len(whole) // 2], empty=b"", text=b"text", start=whole[:5000])
-    (out / "ckpt.pt").write_bytes(wrong[damage])
+    bit = bytearray(whole)
+    bit[len(whole) // 2] ^= 4
+    wrong = dict(half=whole[:len(whole) // 2], empty=b"", text=b"text", start=whole[:5000], bit=bit)
+    if damage == "gone":
+        (out / "ckpt.pt").unlink()
+    else:
+        (out / "ckpt.pt").write_bytes(wrong[damage])
     before = (out / "log.jsonl").read_bytes()
-    with pytest.raises(SystemExit, match="error: resume: .*ckpt.pt cannot be read") as e:
+    with pytest.raises(SystemExit, match="error: resume: .*ckpt.pt (is damaged|does not)") as e:
         train_here("--resume=True", f"--out_dir={out}")
     assert "\n" not in str(e.value) and (out / "log.jsonl").read_bytes() == before
+    assert str(e.value).endswith(f"{out}/ckpt-previous.pt is whole and holds step 2: rename it to "
+                                 "ckpt.pt and resume from it")
+    os.replace(out / "ckpt-previous.pt", out / "ckpt.pt")
+    train_here("--resume=True", f"--out_dir={out}")
+    assert kills.differences(finished[0], out) == []
+
+
+def test_every_flipped_bit_is_found(tmp_path):
+    """200 flips anywhere in the file; torch alone loads most of them as other weights."""
+    path, flipped = str(tmp_path / "ckpt.pt"), str(tmp_path / "flipped")
+    state = dict(step=3, learner=[torch.randn(60, 20)], name="x")
+    write_checkpoint(path, state)
+    again = support.checkpoint.read_checkpoint(path)
+    assert torch.equal(again["learner"][0], state["learner"][0]) and again["name"] == "x"
+    whole, rng, unnoticed = open(path, "rb").read(), random.Random(0), 0
+    for _ in range(200):
+        wrong = bytearray(whole)
+        wrong[rng.randrange(len(wrong))] ^= 1 << rng.randrange(8)
+        with open(flipped, "wb") as f:
+            f.write(wrong)
+        with pytest.raises(ValueError, match="checksum"):
+            support.checkpoint.read_checkpoint(flipped)
+        try:
+            loaded = torch.load(flipped, weights_only=True)["learner"][0]
+            unnoticed += not torch.equal(loaded, state["learner"][0])
+        except Exception:  # whatever the wrong bit leads to
+            pass
+    assert unnoticed > 50  # the control
+
+
+def first_master(state):
+    return state["learner"]["optimizer"]["state"][0]
+
+
+@pytest.mark.parametrize("say, change", [
+    ("step -1 and sizes", lambda s: s.update(step=-1)),
+    ("step must be of type int, got bool", lambda s: s.update(step=True)),
+    ("memory must be of type dict, got list", lambda s: s.update(memory=[])),
+    ("learner must be of type dict, got NoneType", lambda s: s.pop("learner")),
+    ("sizes .None, ", lambda s: s["sizes"].pop("log.jsonl")),
+    ("no list of tensors named masters", lambda s: s["learner"].pop("masters")),
+    ("other shapes than the model", lambda s: s["learner"]["masters"].pop()),
+    ("not finite numbers", lambda s: s["learner"]["masters"][0].fill_(float("nan"))),
+    ("optimizer state does not fit", lambda s: s["learner"].pop("optimizer")),
+    ("optimizer state does not fit", lambda s: first_master(s).pop("exp_avg")),
+    ("optimizer state does not fit", lambda s: first_master(s).update(exp_avg=torch.zeros(3))),
+])
+def test_checkpoints_of_another_kind(finished, tmp_path, say, change):
+    """A file that is whole but does not hold what it should is refused in one line."""
+    out = tmp_path / "out"
+    shutil.copytree(finished[0], out)
+    state = read_checkpoint(out)
+    change(state)
+    write_checkpoint(str(out / "ckpt.pt"), state)
+    before = times(out)
+    with pytest.raises(SystemExit, match=say) as e:
+        train_here("--resume=True", f"--out_dir={out}")
+    assert "\n" not in str(e.value) and times(out) == before
+
+
+def test_contents_are_part_of_a_run(tmp_path):
+    """A task file or a model that changed since: refused; the same bytes again: not."""
+    task, model, out = tmp_path / "t.jsonl", tmp_path / "M", str(tmp_path / "out")
+    lines = [json.dumps(dict(prompt=f"The code is {i}. What is it?", answer=str(i)))
+             for i in range(1000, 1020)]
+    task.write_text("\n".join(lines))
+    shutil.copytree(os.path.join(ROOT, "data", "tiny"), model)
+    ask = [os.path.join(ROOT, "config", "dpo.py"), f"--task={task}", f"--model={model}",
+           "--eval_every=9", f"--out_dir={out}"]
+    train_here(*ask, "--steps=1")
+    for file, key in ((task, "task"), (model / "tokenizer.json", "model"),
+                      (model / "model.safetensors", "model")):
+        whole = file.read_bytes()
+        file.write_bytes(whole[:-3] + whole[-2:-1] + whole[-2:])
+        with pytest.raises(SystemExit, match=f"resume: {key} .* has other contents now"):
+            train_here(*ask, "--steps=2", "--resume=True")
+        file.write_bytes(whole)
+    train_here(*ask, "--steps=2", "--resume=True")
+    assert len(read_log(out)[1]) == 2
+
+
+def test_a_log_that_was_lost(finished, tmp_path, capsys):
+    """Said, and no reason to lose the rest."""
+    out = tmp_path / "out"
+    shutil.copytree(finished[0], out)
+    whole = (out / "log.jsonl").read_text().splitlines(keepends=True)
+    (out / "log.jsonl").write_text("".join(whole[:3]) + '{"half')
+    (out / "samples.txt").unlink()
+    train_here("--resume=True", "--steps=5", f"--out_dir={out}")
+    printed = capsys.readouterr().out
+    assert printed.count("lacks some of what was written before step 4") == 2
+    assert [r["step"] for r in read_log(out)[1]] == [0, 1, 4]
+
+
+# what a run leaves beside its last model
+
+def test_the_best_model_is_kept(tmp_path, capsys):
+    """A run that collapses leaves the model of its best evaluation too."""
+    out = tmp_path / "out"
+    train_here("--lr=1", "--warmup=0", "--eval_problems=8", f"--out_dir={out}")
+    evals = read_log(out)[0]
+    assert evals[0]["eval_compressed"] > 0 == evals[-1]["eval_compressed"]
+    best, last, began = (load_file(os.path.join(folder, "model.safetensors")) for folder in
+                         (out / "best", out / "model", os.path.join(ROOT, "data", "tiny")))
+    assert all(torch.equal(best[name], began[name]) for name in began)
+    assert not any(torch.equal(last[name], began[name]) for name in began)
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[-4] == (f"model saved to {out}/model: step 4, held-out reward 0.000 with the "
+                         "compressed cache")
+    assert lines[-3] == (f"best of 3 evaluations saved to {out}/best: step 0, "
+                         f"{evals[0]['eval_compressed']:.3f}")
+    assert (out / "best" / "tokenizer.json").exists()
+    assert lines[-1].endswith("0.000)")  # the last counts
 
 
 # the pieces
@@ -241,17 +578,21 @@ def test_metrics():
 @pytest.mark.parametrize("device", ["gpu", "cpu:0", "cuda:x", "cuda:99"])
 def test_devices_that_are_not_there(device):
     with pytest.raises(ValueError, match=f"device must be auto|{device} was asked for"):
-        choose_device(SimpleNamespace(device=device, dtype="auto"))
+        choose_device(SimpleNamespace(device=device))
 
 
-def test_what_auto_means():
-    kinds = {True: ("cuda", "bfloat16"), False: ("cpu", "float32")}
-    c = SimpleNamespace(device="auto", dtype="auto")
+def test_what_auto_means(monkeypatch):
+    folder = os.path.join(ROOT, "data", "tiny")  # 1.1 million parameters
+    c = SimpleNamespace(device="auto")
     choose_device(c)
-    assert (c.device, c.dtype) == kinds[torch.cuda.is_available()]
-    c = SimpleNamespace(device="cpu", dtype="bfloat16")  # what was said stays
-    choose_device(c)
-    assert (c.device, c.dtype) == ("cpu", "bfloat16")
+    assert c.device == ("cuda" if torch.cuda.is_available() else "cpu")
+    for limit, device, asked, want in (
+            (1_000_000, "cuda", "auto", "bfloat16"), (1_000_000, "cpu", "auto", "float32"),
+            (2_000_000, "cuda:1", "auto", "float32"), (2_000_000, "cpu", "bfloat16", "bfloat16")):
+        monkeypatch.setattr(train, "BFLOAT16_FROM", limit)
+        c = SimpleNamespace(device=device, dtype=asked)
+        train.choose_dtype(c, folder)
+        assert c.dtype == want
 
 
 def test_settings_are_kept_with_the_run(finished):

@@ -15,6 +15,7 @@ from conftest import (
     STOP,
     learner,
     prompts,
+    read_checkpoint,
     read_log,
     run_train,
     some_rewards,
@@ -28,7 +29,7 @@ from kvcache import EVICT, SPREAD, Eviction
 from model import Transformer
 from objectives.dpo import DPO
 from rollout import generate
-from support.run import Metrics
+from support.metrics import Metrics
 
 # a whole run
 
@@ -41,12 +42,26 @@ def test_run_leaves_what_it_promises(finished):
     assert sum(line.startswith("eval ") for line in lines) == 3
     evals, steps = read_log(out)
     assert [r["step"] for r in steps] == [0, 1, 2, 3] and [r["step"] for r in evals] == [0, 2, 4]
+    with open(os.path.join(out, "log.jsonl")) as f:
+        rows = [json.loads(line) for line in f]
+    assert [list(r)[0] for r in rows] == ["kind"] * 7
+    assert [r["kind"] for r in rows] == "eval step step eval step step eval".split()
+    for r in [r for r in rows if r["kind"] == "step"]:
+        assert r["length"] == r["tokens"] / 16 and 1 <= r["length"] <= 5
+        assert r["tokens_per_s"] == pytest.approx(r["tokens"] / r["rollout_s"])
+        assert r["lr"] == pytest.approx(3e-4 * (r["step"] + 1) / 6)  # five steps of warm-up
     for r in steps:
         assert r["gap_max"] <= 1e-4  # the replay identity, in the loop itself
         assert r["kv_kept"] < r["kv_dense_shared"] < r["kv_dense"]
         assert 0 < r["accept_p05"] <= r["accept"] <= 1 and r["grad_norm"] > 0
     with open(os.path.join(out, "samples.txt")) as f:
-        assert ">>>" in f.read()
+        samples = f.read()
+    assert samples.count("--- step") == 2 * 3  # two responses of steps 0, 2, 3
+    for e in evals:  # every held-out response, under either cache
+        for name in ("compressed", "dense"):
+            after = samples.split(f"--- eval {e['step']}, {name} cache\n")[1]
+            earned = [float(line.split()[-1]) for line in after.split("---")[0].splitlines()]
+            assert len(earned) == 4 and sum(earned) / 4 == e[f"eval_{name}"]
 
 
 def test_what_was_saved_loads(finished, tmp_path):
@@ -103,6 +118,11 @@ def test_problem_files(tmp_path):
     (f"spread must be one of {', '.join(SPREAD)}, got 'flat'", ["--spread=flat"]),
     ("top_p is not offered", ["--top_p=0.9"]),
     ("top_k is not offered", ["--top_k=50"]),
+    ("eval_problems must be between 1 and 1000000", ["--eval_problems=99999999999"]),
+    ("prompts must be between 1 and 1000000", ["--prompts=99999999"]),
+    ("template must be a JSON object such as", ["--template=[1]"]),
+    ("template must be a JSON object such as", ["--template={enable_thinking: false}"]),
+    ("budget 18 must be above window + sinks", ["--evict=none", "--budget=18"]),
     ("temperature must be between", ["--temperature=0"]),
     ("lr must be a finite number", ["--lr=nan"]),
     ("grad_clip must be between", ["--grad_clip=-1"]),
@@ -117,7 +137,7 @@ def test_problem_files(tmp_path):
     ("learner=shadow both are one policy", ["--correction=tis"]),
     ("evict=none, learner=dense both are one policy", ["config/tis.py", "--evict=none"]),
     ("response_budget 16 must be above the window of 16", ["--response_budget=16"]),
-    ("period must be at least 1", ["--period=0"]),
+    ("period must be between 1 and", ["--period=0"]),
     ("which objective=dpo does not have", ["config/tis.py", "--objective=dpo"]),
     ("lam must be between 0 and 1", ["--lam=1.5"]),
     ("beta must be between", ["config/dpo.py", "--beta=0"]),
@@ -146,7 +166,7 @@ def test_bad_input(say, args, tmp_path, monkeypatch):
 @pytest.mark.parametrize("text, say", [
     ("bugdet = 32", "unknown key 'bugdet'; the nearest is 'budget'"),
     ("lr = 'big'", "lr expects float, got str 'big'"),
-    ("lr = = 3", "line 1"), ("import math", "unknown key 'math'")])
+    ("lr = = 3", "line 1"), ("from math import pi", "unknown key 'pi'")])
 def test_bad_config_file(text, say, tmp_path):
     (tmp_path / "c.py").write_text(text)
     with pytest.raises(ValueError, match=say):
@@ -378,7 +398,125 @@ def test_bf16_weights_and_fp32_masters():
     assert (a + b).item() == 256
 
 
+@pytest.mark.parametrize("name", train.OBJECTIVES)
+def test_a_loss_that_is_not_finite(name, tmp_path, monkeypatch):
+    """The run stops in one line that names the last checkpoint; it and the log are as they were
+    before the step."""
+    loss, out = train.OBJECTIVES[name].loss, tmp_path / "out"
+    calls = []
+
+    def overflows(self, *args, **kwargs):
+        x, numbers = loss(self, *args, **kwargs)
+        calls.append(x)
+        if len(calls) == 2:  # the first one is the control
+            x = x * float("nan")
+        return x, numbers
+
+    monkeypatch.setattr(train.OBJECTIVES[name], "loss", overflows)
+    with pytest.raises(SystemExit, match="error: the loss is nan") as e:
+        train_here(f"--objective={name}", "--save_every=1", "--eval_every=9", f"--out_dir={out}")
+    done = len(read_log(out)[1])
+    assert done >= 1 and read_checkpoint(out)["step"] == done
+    assert str(e.value).endswith(f"; {out}/ckpt.pt holds step {done}")
+    assert "\n" not in str(e.value)
+
+
+def test_what_is_not_finite_is_not_kept(model, tmp_path, monkeypatch):
+    """Neither a sampler's log-probs, nor weights, nor numbers of the log."""
+    c, objective, opt = learner(model)
+    r = sampled(model)
+    r.logp_roll[1, 2, 0] = -torch.inf
+    with pytest.raises(FloatingPointError, match="log-probs of the sampler"):
+        train.update(model, opt, objective, r, rewards=some_rewards(4, 4), c=c, lr=1e-3)
+    r.logp_roll[1, 2, 0] = -50.0
+    train.update(model, opt, objective, r, rewards=some_rewards(4, 4), c=c, lr=1e-9)
+    opt.state()
+    with torch.no_grad():
+        opt.masters[-1][0] = torch.inf
+    with pytest.raises(FloatingPointError, match="weights are no longer finite"):
+        opt.state()
+
+    monkeypatch.setattr(train, "facts", lambda *_: dict(reward=float("nan"), tokens=1, truncated=0,
+                                                       equal=0))
+    out = tmp_path / "out"
+    with pytest.raises(SystemExit, match="reward is nan in step 0"):
+        train_here(f"--out_dir={out}")
+    for line in (out / "log.jsonl").read_text().splitlines():
+        json.loads(line, parse_constant=pytest.fail)
+    assert len(read_log(out)[0]) == 1 and len(read_log(out)[1]) == 0
+
+
+# rewards
+
+@pytest.mark.parametrize("value", [True, 1, 0.5])
+def test_rewards_that_are_numbers(value, tmp_path, monkeypatch):
+    out = str(tmp_path / "out")
+    monkeypatch.setattr(train, "reward", lambda problem, text: value)
+    train_here("--steps=1", f"--out_dir={out}")
+    assert read_log(out)[1][0]["reward"] == value == read_log(out)[0][0]["eval_dense"]
+
+
+@pytest.mark.parametrize("value, say", [
+    (float("nan"), "got nan"), (float("inf"), "got inf"), (10**400, "finite number, got 1000"),
+    (1e39, "got 1e.39"), ("1", "got '1'"), (None, "got None"), (torch.ones(1), "got tensor"),
+    (ZeroDivisionError("by\nzero"), "raised ZeroDivisionError: by zero")])
+def test_rewards_that_are_none(value, say, tmp_path, monkeypatch):
+    """The run stops before the update, names the problem and keeps the checkpoint; also in an
+    evaluation."""
+    def judged(problem, text):
+        asked.append(problem)
+        if len(asked) <= good:
+            return 1.0
+        if isinstance(value, Exception):
+            raise value
+        return value
+
+    monkeypatch.setattr(train, "reward", judged)
+    # eight of an evaluation, then the second response to problem 1 of the first step
+    for good, name, kept in ((8 + 5, "training problem 1", "holds step 0"),
+                             (2, "held-out problem 2", "nothing was saved")):
+        asked, out = [], tmp_path / str(good)
+        with pytest.raises(SystemExit, match=f"error: the reward of {name}.*What is.*{say}") as e:
+            train_here("--steps=2", f"--out_dir={out}")
+        assert str(e.value).endswith(kept) and "\n" not in str(e.value)
+        assert os.path.exists(out / "ckpt.pt") == (kept == "holds step 0")
+        assert len(asked) == good + 1
+
+
+# what fits
+
+def test_memory(tmp_path, monkeypatch):
+    """Refused with the number that would fit, which then fits; of a machine with room for 40
+    samples of the embedded model."""
+    net = Transformer.from_pretrained(train.TINY)
+    heads = net.config.n_layer * net.config.n_kv_head
+    size = 4 * net.config.kv_bytes_per_token(net.dtype) + 5 * 4 * (3 + heads) + 4 * net.vocab_used
+    monkeypatch.setattr(train, "memory_of", lambda device: 40.5 * size)
+    for ask, say in (
+            (["--prompts=11"], "prompts 11 is too much: 44 samples .* prompts 10 might fit"),
+            (["--prompts=1", "--group=41"], "group 41 is too much: 41 .* group 40 might fit"),
+            (["--eval_problems=50", "--eval_batch=41"], "eval_batch 41 .* eval_batch 40 might")):
+        with pytest.raises(ValueError, match=say):
+            train.check_memory(train.settings([*FAST, *ask]), net)
+    for ask in (["--prompts=10"], ["--prompts=1", "--group=40"], ["--eval_batch=40"],
+                ["--eval_batch=9999"]):  # four problems
+        train.check_memory(train.settings([*FAST, *ask]), net)
+
+
 # evaluation
+
+def test_the_dense_arm_is_evaluated_under_both_caches(tmp_path):
+    """By SnapKV with the settings' numbers: as the arm that evicts, before training."""
+    rows = {}
+    for evict in ("none", "snapkv"):
+        out = str(tmp_path / evict)
+        train_here(f"--evict={evict}", "--eval_problems=16", "--steps=1", f"--out_dir={out}")
+        rows[evict] = read_log(out)[0][0]
+        kept = read_log(out)[1][0]
+        assert (kept["kv_kept"] == kept["kv_dense_shared"]) == (evict == "none")
+    assert rows["none"] == rows["snapkv"] and rows["none"]["eval_accept"] < 0.99
+    assert rows["none"]["eval_compressed"] != rows["none"]["eval_dense"]
+
 
 def test_evaluate():
     """Greedy reward, and the overlap of both policies where keys are evicted, however many problems
@@ -401,9 +539,11 @@ def test_evaluate():
     assert got["accept_p05"] == pytest.approx(accept.quantile(0.05).item(), rel=1e-4)
 
     c.eval_batch = 4
-    assert train.evaluate(net, tok, problems, c, eviction=e) == pytest.approx(got, rel=1e-4)
+    again = train.evaluate(net, tok, problems, c, eviction=e)
+    assert again.pop("samples") == got.pop("samples")
+    assert again == pytest.approx(got, rel=1e-4)
     dense = train.evaluate(net, tok, problems, c, eviction=Eviction("none"))
-    assert dense.keys() == {"reward"} and dense["reward"] > 0
+    assert dense.keys() == {"reward", "samples"} and dense["reward"] > 0
     few = Eviction("recent", budget=4, window=2, sinks=1)
     narrow = train.evaluate(net, tok, problems, c, eviction=few)
     assert narrow["accept"] < got["accept"]  # control
@@ -429,4 +569,5 @@ def test_scores_that_are_not_finite_end_a_run_in_one_line(tmp_path, monkeypatch)
     monkeypatch.setitem(train.CHOICES, "evict", list(EVICT))
     with pytest.raises(SystemExit) as e:
         train_here("--evict=broken", "--steps=1", f"--out_dir={tmp_path / 'out'}")
-    assert str(e.value) == "error: eviction method 'broken' gave scores that are not finite"
+    assert str(e.value) == ("error: eviction method 'broken' gave scores that are not finite; "
+                            "nothing was saved")

@@ -1,0 +1,25 @@
+"""Numbers of an optimizer step that is made of several micro-batches."""
+import torch
+
+
+class Metrics:
+    """Numbers of one optimizer step: sums over micro-batches, and numbers of single tokens."""
+
+    def __init__(self, **sums):
+        self.sums, self.parts = sums, {}
+
+    def add(self, **numbers):
+        for name, x in numbers.items():
+            self.sums[name] = self.sums.get(name, 0.0) + x
+
+    def collect(self, mask, **tensors):
+        """Keep the entries of each tensor where mask is True."""
+        for name, x in tensors.items():
+            self.parts.setdefault(name, []).append(x[mask])
+
+    def has(self, name):
+        return name in self.parts
+
+    def tokens(self, name):
+        """All that was collected under this name, (n,) fp32."""
+        return torch.cat(self.parts[name]).float()
