@@ -26,6 +26,7 @@ References: Llama 3 (arXiv 2407.21783), Qwen2.5 (2412.15115), Qwen3 (2505.09388)
 import json
 import math
 import os
+import re
 from dataclasses import dataclass, field
 
 import torch
@@ -36,6 +37,8 @@ from torch.utils.checkpoint import checkpoint
 from fast import fused
 from fast.head import Head, leave_out
 from fast.launch import kernels, widen
+from support.jsonfile import read_json, shown
+from support.run import write_text, write_whole
 
 MLP_ROWS = 2048  # rows of an MLP slice, see in_slices
 CHECKPOINT = dict(use_reentrant=False, preserve_rng_state=False)  # no random numbers are drawn here
@@ -48,6 +51,14 @@ ARCHITECTURES = {
 }
 REQUIRED = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads",
             "vocab_size", "max_position_embeddings", "rms_norm_eps")
+LLAMA3 = ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
+LARGEST = 10**7  # above every size in config.json
+RANGES = dict(  # what makes sense in config.json, far beyond what is used
+    rms_norm_eps=(1e-20, 1), rope_theta=(1, 1e12), factor=(1, 1e6), low_freq_factor=(1e-6, 1e6),
+    high_freq_factor=(1e-6, 1e6), original_max_position_embeddings=(1, LARGEST))
+KINDS = {bool: "true or false", int: "an integer", float: "a number", str: "a text",
+         list: "a list", dict: "an object"}
+DTYPES = ("F64", "F32", "BF16", "F16")  # of tensors, as safetensors calls them
 
 
 # ---- config.json ----
@@ -78,32 +89,27 @@ class Config:
         refuse_unsupported(raw)
         arch = raw["model_type"]
         spec = ARCHITECTURES[arch]
-        qkv_bias, o_bias = spec["qkv_bias"], spec["o_bias"]
-        if qkv_bias is None:
-            qkv_bias = bool(raw.get("attention_bias", False))
-        if o_bias is None:
-            o_bias = bool(raw.get("attention_bias", False))
-        head_size = raw.get("head_dim")
-        if not head_size and arch == "qwen3":  # its default does not depend on the width
+        bias = entry(raw, "attention_bias", bool, False)
+        width, n_head = size(raw, "hidden_size"), size(raw, "num_attention_heads")
+        head_size = width // n_head
+        if arch == "qwen3":  # its default does not depend on the width
             head_size = 128
-        if not head_size:
-            head_size = raw["hidden_size"] // raw["num_attention_heads"]
         config = cls(
             arch=arch,
-            n_layer=raw["num_hidden_layers"],
-            n_head=raw["num_attention_heads"],
-            n_kv_head=raw.get("num_key_value_heads") or raw["num_attention_heads"],
-            head_size=head_size,
-            width=raw["hidden_size"],
-            mlp_width=raw["intermediate_size"],
-            vocab_size=raw["vocab_size"],
-            max_pos=raw["max_position_embeddings"],
-            eps=raw["rms_norm_eps"],
+            n_layer=size(raw, "num_hidden_layers"),
+            n_head=n_head,
+            n_kv_head=size(raw, "num_key_value_heads", n_head),
+            head_size=size(raw, "head_dim", head_size),
+            width=width,
+            mlp_width=size(raw, "intermediate_size"),
+            vocab_size=size(raw, "vocab_size"),
+            max_pos=size(raw, "max_position_embeddings"),
+            eps=number(raw, "rms_norm_eps"),
             rope=read_rope(raw),
-            tied=raw.get("tie_word_embeddings", False),
-            qkv_bias=qkv_bias,
-            o_bias=o_bias,
-            mlp_bias=bool(raw.get("mlp_bias", False)),
+            tied=entry(raw, "tie_word_embeddings", bool, False),
+            qkv_bias=bias if spec["qkv_bias"] is None else spec["qkv_bias"],
+            o_bias=bias if spec["o_bias"] is None else spec["o_bias"],
+            mlp_bias=entry(raw, "mlp_bias", bool, False),
             qk_norm=spec["qk_norm"],
             raw=raw,
         )
@@ -111,73 +117,109 @@ class Config:
         return config
 
     def check(self):
-        """Raises ValueError for sizes that no model has, and for an unknown rope_type."""
-        sizes = dict(
-            num_hidden_layers=self.n_layer, num_attention_heads=self.n_head,
-            num_key_value_heads=self.n_kv_head, head_dim=self.head_size, hidden_size=self.width,
-            intermediate_size=self.mlp_width, vocab_size=self.vocab_size,
-            max_position_embeddings=self.max_pos)
-        for key, n in sizes.items():
-            if type(n) is not int or not 0 < n < 10**7:
-                raise ValueError(f"{key} must be a positive integer, got {n!r}")
-        if self.head_size % 2:
-            raise ValueError(f"head_dim must be even, got {self.head_size}")
+        """Raises ValueError for sizes that do not go together."""
+        if self.head_size == 0 or self.head_size % 2:
+            raise ValueError(f"head_dim must be even and positive, got {self.head_size}")
+        if self.n_head * self.head_size >= LARGEST:
+            raise ValueError(f"num_attention_heads {self.n_head} x head_dim {self.head_size} is "
+                             "more than any model has")
         if self.n_head % self.n_kv_head:
             raise ValueError(
                 f"{self.n_head} query heads do not divide into {self.n_kv_head} KV heads")
-        rope_frequencies(self)  # an unknown rope_type fails here, before any weight is read
 
     def kv_bytes_per_token(self, dtype):
         """Bytes of one token in a dense KV cache: keys and values of every layer and KV head."""
         return 2 * self.n_layer * self.n_kv_head * self.head_size * dtype.itemsize
 
 
+def entry(raw, key, kind, default=None):
+    """raw[key], or the default where it is absent or null. Raises ValueError unless it is of the
+    kind: bool, int, float (an int will do), str, list or dict."""
+    value = raw.get(key)
+    if value is None:
+        value = default
+    if value is None:
+        raise ValueError(f"{key} is missing or null")
+    kinds = (int, float) if kind is float else kind
+    # to Python true is a 1
+    if not isinstance(value, kinds) or isinstance(value, bool) != (kind is bool):
+        raise ValueError(f"{key} must be {KINDS[kind]}, got {shown(value)}")
+    return value
+
+
+def size(raw, key, default=None):
+    """A positive integer of a size that models have. Raises ValueError."""
+    n = entry(raw, key, int, default)
+    if not 0 < n < LARGEST:
+        raise ValueError(f"{key} must be a positive integer below {LARGEST:,}, got {shown(n)}")
+    return n
+
+
+def number(raw, key):
+    """A number in its range, which keeps zero, NaN and infinity out. Raises ValueError."""
+    x = entry(raw, key, float)
+    low, high = RANGES[key]
+    if not low <= x <= high:
+        raise ValueError(f"{key} must be between {low:g} and {high:g}, got {shown(x)}")
+    return float(x)
+
+
 def refuse_unsupported(raw):
     """Raises ValueError, naming what in config.json this file would compute wrongly or lacks."""
-    arch = raw.get("model_type")
+    arch = entry(raw, "model_type", str)
     if arch not in ARCHITECTURES:
-        raise ValueError(f"unknown architecture model_type={arch!r}: "
+        raise ValueError(f"unknown architecture model_type={shown(arch)}: "
                          f"this code reads {', '.join(ARCHITECTURES)}")
     missing = [key for key in REQUIRED if key not in raw]
     if missing:
         raise ValueError(f"config.json lacks {', '.join(missing)}")
-    if raw.get("hidden_act", "silu") != "silu":
-        raise ValueError(f"hidden_act={raw['hidden_act']!r} is not supported (silu is)")
-    if raw.get("use_sliding_window") or "sliding_attention" in (raw.get("layer_types") or []):
-        raise ValueError("sliding-window attention is not supported")
+    if entry(raw, "hidden_act", str, "silu") != "silu":
+        raise ValueError(f"hidden_act={shown(raw['hidden_act'])} is not supported (silu is)")
+    if entry(raw, "use_sliding_window", bool, False):
+        raise ValueError("sliding-window attention (use_sliding_window) is not supported")
+    for kind in entry(raw, "layer_types", list, []):
+        if kind != "full_attention":
+            raise ValueError(f"layer_types: {shown(kind)} is not supported (full_attention is)")
     if raw.get("quantization_config"):
         raise ValueError("quantised weights (quantization_config) are not supported")
 
 
 def read_rope(raw):
-    """rope_theta, rope_type and what that type needs, as transformers 4 and 5 write them."""
+    """rope_theta, rope_type and what that type needs, as transformers 4 and 5 write them. Raises
+    ValueError for a rope_type that is neither "default" nor "llama3"."""
     # transformers 5 has rope_parameters; before, rope_theta stood beside rope_scaling (or nothing)
-    rope = dict(raw.get("rope_parameters") or raw.get("rope_scaling") or {})
-    rope.setdefault("rope_type", rope.pop("type", "default"))
-    rope.setdefault("rope_theta", raw.get("rope_theta"))
-    if rope["rope_theta"] is None:
+    rope = entry(raw, "rope_parameters", dict, {}) or entry(raw, "rope_scaling", dict, {})
+    kind = entry(rope, "rope_type", str, entry(rope, "type", str, "default"))
+    theta = rope.get("rope_theta", raw.get("rope_theta"))
+    if theta is None:
         raise ValueError(
             "config.json gives no rope_theta, neither at the top nor in rope_parameters")
-    if raw.get("partial_rotary_factor", rope.get("partial_rotary_factor", 1.0)) != 1.0:
-        raise ValueError("partial_rotary_factor other than 1 is not supported")
-    return rope
+    for where in (raw, rope):
+        if entry(where, "partial_rotary_factor", float, 1.0) != 1.0:
+            raise ValueError("partial_rotary_factor other than 1 is not supported")
+    read = dict(rope_type=kind, rope_theta=number(dict(rope_theta=theta), "rope_theta"))
+    if kind == "default":
+        return read
+    if kind != "llama3":
+        raise ValueError(f"rope_type {shown(kind)} is not supported (default and llama3 are)")
+    missing = [key for key in LLAMA3 if key not in rope]
+    if missing:
+        raise ValueError(f"rope_type llama3 needs {', '.join(missing)}")
+    read.update({key: number(rope, key) for key in LLAMA3})
+    if read["low_freq_factor"] >= read["high_freq_factor"]:
+        raise ValueError(f"low_freq_factor {read['low_freq_factor']:g} must be below "
+                         f"high_freq_factor {read['high_freq_factor']:g}")
+    return read
 
 
 def rope_frequencies(config):
-    """Radians per position of each rotated pair, (hs/2,) fp32. Raises ValueError for a
-    rope_type that is neither "default" nor "llama3", which stretches slow pairs."""
+    """Radians per position of each rotated pair, (hs/2,) fp32. The rope_type "llama3" stretches
+    slow pairs."""
     rope, hs = config.rope, config.head_size
     exponent = torch.arange(0, hs, 2, dtype=torch.int64).float() / hs  # (hs/2,)
     freq = rope["rope_theta"] ** -exponent
     if rope["rope_type"] == "default":
         return freq
-    if rope["rope_type"] != "llama3":
-        raise ValueError(
-            f"rope_type {rope['rope_type']!r} is not supported (default and llama3 are)")
-    need = ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
-    missing = [key for key in need if key not in rope]
-    if missing:
-        raise ValueError(f"rope_type llama3 needs {', '.join(missing)}")
     # turns within the original context: few -> stretched by `factor`, many -> untouched
     turns = rope["original_max_position_embeddings"] * freq / (2 * math.pi)
     lo, hi = rope["low_freq_factor"], rope["high_freq_factor"]
@@ -432,18 +474,24 @@ class Transformer(nn.Module):
         missing, unused or of the wrong shape."""
         path = find_checkpoint(path)
         config = read_config(os.path.join(path, "config.json"), device)
+        tensors = read_tensors(path, config, dtype)
         with torch.device("meta"):  # no memory, no initial weights: all come from the checkpoint
             model = cls(config)
-        tensors = read_tensors(path, model)
+        check_names(path, model, tensors)
         model = model.to(dtype).to_empty(device=device)
-        for name, t in model.tensors().items():  # all of them, as read_tensors has checked
-            t.copy_(tensors[name])
+        for name, t in model.tensors().items():
+            file, weights = tensors[name]
+            t.copy_(weights)
+            # one reading without a copy: NaN and infinity reach the least or the largest
+            if not torch.stack(t.aminmax()).isfinite().all():
+                raise ValueError(f"{file}: tensor {name} holds NaN, infinity or what is infinite "
+                                 f"in {str(dtype).removeprefix('torch.')}")
         model.rope_freq = rope_frequencies(config).to(model.device)
         return model
 
     def save_pretrained(self, path):
         """Write config.json and model.safetensors into folder `path`, as transformers'
-        AutoModelForCausalLM reads them. The weights appear whole or not at all. Raises
+        AutoModelForCausalLM reads them. Each file appears whole or not at all. Raises
         OSError."""
         from safetensors import SafetensorError
         from safetensors.torch import save_file
@@ -453,111 +501,148 @@ class Transformer(nn.Module):
             if not name.startswith("lm_head."):
                 name = "model." + name
             tensors[name] = t.to("cpu", copy=True)
-        file = os.path.join(path, "model.safetensors")
-        try:
-            save_file(tensors, file + ".tmp", metadata={"format": "pt"})
-            os.replace(file + ".tmp", file)
-        except SafetensorError as e:
-            raise OSError(f"could not write {file}: {e}") from None
+
+        def write(tmp):
+            try:
+                save_file(tensors, tmp, metadata={"format": "pt"})
+            except SafetensorError as e:
+                raise OSError(e) from None
+            umask = os.umask(0)  # save_file's files are for their owner alone
+            os.umask(umask)
+            os.chmod(tmp, 0o666 & ~umask)
+
+        write_whole(os.path.join(path, "model.safetensors"), write)
         raw = {k: v for k, v in self.config.raw.items() if k not in ("dtype", "torch_dtype")}
         # transformers 5 renamed torch_dtype; both readers find theirs
         raw["torch_dtype"] = raw["dtype"] = str(self.dtype).removeprefix("torch.")
-        with open(os.path.join(path, "config.json"), "w", encoding="utf-8") as f:
-            json.dump(raw, f, indent=2)
+        write_text(os.path.join(path, "config.json"), json.dumps(raw, indent=2))
 
 
 # ---- files of a checkpoint ----
 
 def find_checkpoint(path):
-    """A local folder as it is; otherwise download the hub repository of that name. -> folder"""
-    if os.path.isdir(path):
-        if not os.path.exists(os.path.join(path, "config.json")):
-            raise FileNotFoundError(f"{path} holds no config.json")
-        return path
-    from huggingface_hub import snapshot_download
-    try:
-        return snapshot_download(path, allow_patterns=["*.json", "*.safetensors", "*.jinja"])
-    except Exception as e:
-        reason = (str(e).strip().splitlines() or [type(e).__name__])[0]
-        raise FileNotFoundError(f"{path!r} is neither a local folder nor could it be downloaded "
-                                f"from the hub: {reason}") from None
+    """A local folder as it is; otherwise download the hub repository of that name. -> folder.
+    Raises FileNotFoundError."""
+    folder = os.path.expanduser(path)
+    if os.path.exists(folder) and not os.path.isdir(folder):
+        raise FileNotFoundError(f"{folder} is a file: name the folder that holds config.json")
+    if not os.path.isdir(folder):
+        from huggingface_hub import snapshot_download
+        try:
+            folder = snapshot_download(
+                path, allow_patterns=["*.json", "*.safetensors", "*.jinja"])
+        except Exception as e:
+            reason = (str(e).strip().splitlines() or [type(e).__name__])[0]
+            raise FileNotFoundError(
+                f"{shown(path)} is neither a local folder nor could it be downloaded from the "
+                f"hub: {reason[:300]}") from None
+    if not os.path.isfile(os.path.join(folder, "config.json")):
+        raise FileNotFoundError(f"{folder} holds no config.json")
+    return folder
 
 
 def read_config(file, device):
     """config.json -> Config for that device. Raises ValueError, which names the file."""
-    try:
-        with open(file, encoding="utf-8") as f:
-            raw = json.load(f)
-    except ValueError as e:
-        raise ValueError(f"{file} is not valid JSON: {e}") from None
+    raw = read_json(file)
     try:
         config = Config.from_dict(raw)
-    # whatever types may stand in a JSON file
-    except (ValueError, TypeError, AttributeError, ArithmeticError) as e:
-        raise ValueError(f"{file}: {' '.join(str(e).split())}") from None
+    except ValueError as e:
+        raise ValueError(f"{file}: {e}") from None
     if torch.device(device).type == "cuda" and config.head_size > 128:
         raise ValueError(f"{file}: the Triton kernels take head sizes up to 128, "
                          f"the model has {config.head_size}")
     return config
 
 
-def read_tensors(path, model):
-    """{name as in model.tensors(): tensor}, views of the files in folder `path`, read when copied.
+def read_tensors(path, config, dtype):
+    """{name as in model.tensors(): (file, tensor)}, views of the files in folder `path`, read when
+    copied.
 
-    Raises ValueError unless they are the model's, by name and shape."""
+    Where config.json says tied and the checkpoint holds a head that differs, the head counts, as
+    in transformers; the config then says so. Raises ValueError for a tensor that is there twice,
+    and for another number of layers: a model of 10**6 layers must not even be begun."""
     tensors = {}
-    for name, t in read_safetensors(path):
+    for file, name, t in read_safetensors(path):
         name = name.removeprefix("model.")
         if name in tensors:
-            raise ValueError(f"{path}: tensor {name} is there twice")
-        if not t.is_floating_point():
-            raise ValueError(f"{path}: tensor {name} has dtype {t.dtype}")
-        tensors[name] = t
-    if model.config.tied:
-        tensors.pop("lm_head.weight", None)  # the config wins when a tied checkpoint carries both
-    # old exports store RoPE's table
-    tensors = {k: t for k, t in tensors.items() if not k.endswith("rotary_emb.inv_freq")}
+            raise ValueError(f"{path}: tensor {shown(name)} is there twice")
+        if not name.endswith("rotary_emb.inv_freq"):  # old exports store RoPE's table
+            tensors[name] = file, t
+    layers = {name.split(".")[1] for name in tensors if name.startswith("layers.")}
+    if len(layers) < config.n_layer:
+        raise ValueError(f"{path}: config.json says {config.n_layer} num_hidden_layers, "
+                         f"the weights have {len(layers)}")
+    if config.tied and {"lm_head.weight", "embed_tokens.weight"} <= tensors.keys():
+        _, head = tensors["lm_head.weight"]
+        _, embedding = tensors["embed_tokens.weight"]
+        if torch.equal(head.to(dtype), embedding.to(dtype)):
+            del tensors["lm_head.weight"]
+        else:
+            config.tied = config.raw["tie_word_embeddings"] = False
+    return tensors
+
+
+def check_names(path, model, tensors):
+    """Raises ValueError unless the tensors are the model's, by name and shape."""
     want = model.tensors()
     missing, unused = want.keys() - tensors.keys(), tensors.keys() - want.keys()
     if missing:
         raise ValueError(f"{path} lacks {len(missing)} tensor(s), e.g. {min(missing)}")
     if unused:
-        raise ValueError(f"{path} has unused {len(unused)} tensor(s), e.g. {min(unused)}")
+        raise ValueError(f"{path} has unused {len(unused)} tensor(s), e.g. {shown(min(unused))}")
     for name, t in want.items():
-        if tensors[name].shape != t.shape:
-            raise ValueError(f"{path}: {name} has shape {tuple(tensors[name].shape)}, "
+        file, found = tensors[name]
+        if found.shape != t.shape:
+            raise ValueError(f"{file}: {name} has shape {tuple(found.shape)}, "
                              f"config.json implies {tuple(t.shape)}")
-    return tensors
 
 
 def read_safetensors(path):
-    """Yield (name, tensor) from model.safetensors or, without it, from the shards that the
+    """Yield (file, name, tensor) from model.safetensors or, without it, from the shards that the
     index lists; no stray file is read."""
     from safetensors import SafetensorError, safe_open
-    weight_map = read_index(path)
-    files = sorted(set(weight_map.values())) if weight_map else ["model.safetensors"]
-    for name in files:
-        file = os.path.join(path, name)
-        if not os.path.exists(file):
-            why = " although model.safetensors.index.json lists it" if weight_map else ""
-            raise FileNotFoundError(f"{file} is missing{why}")
+    shards = read_index(path) or {"model.safetensors": None}
+    for shard, listed in shards.items():
+        file = os.path.join(path, shard)
+        if not os.path.isfile(file):  # a FIFO would be waited for
+            why = ""
+            if listed:
+                why = ", although model.safetensors.index.json lists it"
+            raise FileNotFoundError(f"{file} is missing or no file{why}")
         try:
             with safe_open(file, framework="pt") as f:
-                for key in f.keys():  # noqa: SIM118, a handle is no dict
-                    if weight_map is None or weight_map.get(key) == name:
-                        yield key, f.get_tensor(key)
-        except SafetensorError as e:
-            raise ValueError(f"{file} is truncated or not a safetensors file: {e}") from None
+                lost = set(listed or ()) - set(f.keys())
+                if lost:
+                    raise ValueError(f"{file} lacks tensor {shown(min(lost))}, which "
+                                     "model.safetensors.index.json lists")
+                for name in listed or f.keys():
+                    kind = f.get_slice(name).get_dtype()
+                    if kind not in DTYPES:
+                        raise ValueError(f"{file}: tensor {shown(name)} has dtype {kind}, "
+                                         f"this code reads {', '.join(DTYPES)}")
+                    yield file, name, f.get_tensor(name)
+        # TypeError: a tensor without elements whose other sizes are absurd
+        except (SafetensorError, TypeError) as e:
+            why = " ".join(str(e).split())[:200]
+            raise ValueError(f"{file} is truncated or not a safetensors file: {why}") from None
 
 
 def read_index(path):
-    """{tensor: shard} of a checkpoint in shards, None of one in a single file."""
+    """{shard: its tensors} of a checkpoint in shards, None of one in a single file. Raises
+    ValueError, which names the file; a shard outside the folder is refused."""
     index = os.path.join(path, "model.safetensors.index.json")
     # as in transformers: a checkpoint saved over a sharded one leaves the old index behind
     if os.path.exists(os.path.join(path, "model.safetensors")) or not os.path.exists(index):
         return None
-    with open(index, encoding="utf-8") as f:
-        try:
-            return json.load(f)["weight_map"]
-        except (ValueError, KeyError) as e:
-            raise ValueError(f"{index} is not a valid index of shards: {e!r}") from None
+    shards = {}
+    try:
+        for name, shard in entry(read_json(index), "weight_map", dict).items():
+            if not isinstance(shard, str) or not re.fullmatch(r"[\w.-]+\.safetensors", shard):
+                raise ValueError(f"{shown(name)} is in {shown(shard)}, which is no name of a "
+                                 ".safetensors file in this folder")
+            shards.setdefault(shard, []).append(name)
+        if not shards:
+            raise ValueError("weight_map lists no tensor")
+    except ValueError as e:
+        raise ValueError(f"{index} is not a valid index of shards: {e}") from None
+    return dict(sorted(shards.items()))

@@ -167,19 +167,34 @@ def test_absent_head_dim_is_width_over_heads(tmp_path):
     assert Config.from_dict({**raw, "model_type": "qwen3"}).head_size == 128
 
 
-def test_tied_checkpoint_that_carries_a_head(tmp_path):
-    hf = make(tmp_path, "qwen2", tied=True)
-    file = tmp_path / "model.safetensors"
+@pytest.mark.parametrize("change", (0.0, 1e-3), ids=("equal head", "another head"))
+def test_tied_checkpoint_that_carries_a_head(tmp_path, change):
+    """As in transformers: an equal head is tied, another one is kept, and kept when saved."""
+    make(tmp_path / "a", "qwen2", tied=True)
+    file = tmp_path / "a" / "model.safetensors"
     tensors = safetensors.load_file(file)
-    tensors["lm_head.weight"] = torch.randn_like(tensors["model.embed_tokens.weight"])
+    tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"].clone()
+    tensors["lm_head.weight"][7] += change
     tensors["model.layers.0.self_attn.rotary_emb.inv_freq"] = torch.zeros(6)
     safetensors.save_file(tensors, file, metadata={"format": "pt"})
-    model = Transformer.from_pretrained(tmp_path)  # the config says tied, and wins
-    assert model.head.data_ptr() == model.embed_tokens.weight.data_ptr()
-    assert (logits(model, IDS) - hf_logits(hf, IDS)).abs().max() <= 1e-4
-    edit(tmp_path, lambda raw: raw.update(tie_word_embeddings=False))
-    gap = logits(Transformer.from_pretrained(tmp_path), IDS) - hf_logits(hf, IDS)
-    assert gap.abs().max() > 1
+    model = Transformer.from_pretrained(tmp_path / "a")
+    shared = model.head.data_ptr() == model.embed_tokens.weight.data_ptr()
+    assert shared == model.config.tied == (change == 0)
+    model.save_pretrained(tmp_path / "b")
+    with torch.no_grad():
+        ours = logits(model, IDS)
+        for folder in (tmp_path / "a", tmp_path / "b"):
+            assert (hf_logits(loaded(folder), IDS) - ours).abs().max() <= 1e-4
+        assert torch.equal(logits(Transformer.from_pretrained(tmp_path / "b"), IDS), ours)
+        # the control: the embedding as head differs in this one token, where there is a difference
+        tied = F.linear(model(IDS, torch.arange(N), attend), model.embed_tokens.weight)
+    gap = (tied - ours).abs().amax(0)
+    assert (gap[7] > 1e-3) == (change > 0) and gap[:7].max() <= 1e-4
+    # a head that the dtype cannot tell from the embedding is equal, there too
+    half = Transformer.from_pretrained(tmp_path / "a", dtype=torch.bfloat16)
+    with torch.no_grad():
+        gap = hf_logits(loaded(tmp_path / "a", torch.bfloat16), IDS).float() - logits(half, IDS)
+        assert gap.norm() <= 2e-2 * ours.norm()
 
 
 def zero(key):
@@ -376,16 +391,87 @@ CONFIG_ERRORS = {
     "no rope_theta": dict(rope_parameters=None),
     "hidden_act='gelu'": dict(hidden_act="gelu"),
     "sliding-window": dict(use_sliding_window=True),
+    "layer_types: 'sliding_attention'": dict(layer_types=["full_attention", "sliding_attention"]),
     "quantised weights": dict(quantization_config=dict(bits=4)),
     "4 query heads do not divide into 3": dict(num_key_value_heads=3),
     "partial_rotary_factor": dict(partial_rotary_factor=0.5),
 }
 
 
+def llama3(**keys):
+    return dict(rope_parameters={**LLAMA3, **keys})
+
+
+NUMBERS = {  # of config.json: where they stand, and what is refused beside NaN, infinity and 0
+    "hidden_size": (dict, (-48, 10**9, 48.0, "48", True, [48])),
+    "num_attention_heads": (dict, (-4, 10**9, "4")),
+    "num_key_value_heads": (dict, (-2, [], "")),
+    "num_hidden_layers": (dict, (-1, 10**9, 2.0, False)),
+    "head_dim": (dict, (-12, 13, 10**7 - 2, {})),
+    "vocab_size": (dict, (-101, 10**12)),
+    "intermediate_size": (dict, (-64, None)),
+    "max_position_embeddings": (dict, (-1, 2.5)),
+    "rms_norm_eps": (dict, (-1e-6, 2, "1e-6", True, None)),
+    "rope_theta": (llama3, (-1e4, 0.5, 1e300, "1e4", True)),
+    "factor": (llama3, (-8.0, 0.5, "8")),
+    "low_freq_factor": (llama3, (-1.0, 4.0, 5.0, None)),
+    "high_freq_factor": (llama3, (-4.0, [4.0])),
+    "original_max_position_embeddings": (llama3, (-48, "48")),
+}
+TYPES = {  # of the others
+    "tie_word_embeddings": ("false", 0, []), "attention_bias": ("true", 1), "mlp_bias": ("no",),
+    "use_sliding_window": ("false",), "model_type": (None, 7, ["llama"], {}),
+    "hidden_act": (3, ["silu"]), "layer_types": ("full_attention", [None], {}),
+    "rope_parameters": ([], "llama3", True, dict(rope_theta=1e4, rope_type=[])),
+    "rope_scaling": (1e4,), "partial_rotary_factor": ("1", True, 0),
+}
+
+
+@pytest.mark.parametrize("key", [*NUMBERS, *TYPES])
+def test_refuses_what_config_json_cannot_mean(key):
+    """Every number that is not finite, positive and in its range, every value of another type, in
+    one line that names the key."""
+    place, values = NUMBERS.get(key, (dict, TYPES.get(key)))
+    if key in NUMBERS:
+        values = (*values, 0, math.nan, math.inf, -math.inf)
+    raw = raw_config(**llama3())
+    Config.from_dict(raw)  # the control
+    if key == "rope_scaling":
+        raw.pop("rope_parameters")
+    for value in values:
+        with pytest.raises(ValueError, match=key.removesuffix("parameters")) as e:
+            Config.from_dict({**raw, **place(**{key: value})})
+        assert "\n" not in str(e.value) and len(str(e.value)) < 200
+
+
+def test_null_in_config_json_is_the_default():
+    null = dict.fromkeys(("num_key_value_heads", "head_dim", "attention_bias", "mlp_bias",
+                          "tie_word_embeddings", "layer_types", "use_sliding_window"))
+    c = Config.from_dict(raw_config(**null))
+    assert (c.n_kv_head, c.head_size) == (4, 12)
+    assert not (c.qkv_bias or c.o_bias or c.mlp_bias or c.tied)
+    given = dict(num_key_value_heads=2, head_dim=8, attention_bias=True, tie_word_embeddings=True)
+    c = Config.from_dict(raw_config(**given))  # the control
+    assert (c.n_kv_head, c.head_size, c.qkv_bias, c.tied) == (2, 8, True, True)
+
+
+def test_absurd_sizes_are_refused_before_anything_is_allocated(tmp_path):
+    """Within the range of a size, but not what the weights are: compared on paper."""
+    make(tmp_path, "llama")
+    for keys in (dict(hidden_size=9_999_992), dict(intermediate_size=9_999_999),
+                 dict(vocab_size=9_999_999)):
+        edit(tmp_path, lambda raw: raw.update(SMALL | keys))
+        refused(tmp_path, ValueError, "has shape")
+    edit(tmp_path, lambda raw: raw.update(SMALL | dict(num_hidden_layers=9_999_999)))
+    refused(tmp_path, ValueError, "says 9999999 num_hidden_layers, the weights have 2")
+    edit(tmp_path, lambda raw: raw.update(SMALL))
+    Transformer.from_pretrained(tmp_path)  # the control
+
+
 def refused(path, error, match):
     with pytest.raises(error, match=match) as e:
         Transformer.from_pretrained(path)
-    assert "\n" not in str(e.value)
+    assert "\n" not in str(e.value) and len(str(e.value)) < 1000
 
 
 @pytest.mark.parametrize("says", CONFIG_ERRORS)
@@ -404,9 +490,19 @@ def test_refuses_incomplete_configs(tmp_path):
 
     edit(tmp_path, drop)
     refused(tmp_path, ValueError, "config.json lacks hidden_size, rms_norm_eps")
-    (tmp_path / "config.json").write_text("{")
+    deep = '{"a": ' + "[" * 200 + "]" * 200 + "}"
+    for text, why in {
+            "{": "is not valid JSON", "[" * 10**5: "is not valid JSON", '{"a": 1e': "not valid",
+            '{"vocab_size": 1, "vocab_size": 2}': "key 'vocab_size' is there twice",
+            "null": "must hold a JSON object", "[]": "must hold a JSON object",
+            '"x"': "must hold a JSON object", "": "not valid", deep: "nested deeper than"}.items():
+        (tmp_path / "config.json").write_text(text)
+        refused(tmp_path, ValueError, "config.json.*" + why)
+    (tmp_path / "config.json").write_bytes(b"\xff\xfe")
     refused(tmp_path, ValueError, "config.json is not valid JSON")
     os.remove(tmp_path / "config.json")
+    refused(tmp_path, FileNotFoundError, "holds no config.json")
+    os.mkfifo(tmp_path / "config.json")  # to open it would be to wait
     refused(tmp_path, FileNotFoundError, "holds no config.json")
 
 
@@ -419,12 +515,104 @@ def test_refuses_damaged_files(tmp_path):
         refused(tmp_path, ValueError, f"{shard} is truncated or not a safetensors file")
     os.remove(tmp_path / shard)
     index = tmp_path / "model.safetensors.index.json"
-    refused(tmp_path, FileNotFoundError, f"{shard} is missing although {index.name} lists it")
+    refused(tmp_path, FileNotFoundError, f"{shard} is missing.*although {index.name} lists it")
     for text in ("{", "{}"):
         index.write_text(text)
         refused(tmp_path, ValueError, f"{index.name} is not a valid index of shards")
     os.remove(index)
     refused(tmp_path, FileNotFoundError, "model.safetensors is missing")
+    os.mkfifo(tmp_path / "model.safetensors")
+    refused(tmp_path, FileNotFoundError, "model.safetensors is missing or no file")
+
+
+def test_shards_lie_in_the_folder(tmp_path):
+    """An index that points elsewhere, or is none."""
+    make(tmp_path / "a", "llama", max_shard_size="20KB")
+    shutil.copytree(tmp_path / "a", tmp_path / "b")
+    index = tmp_path / "a" / "model.safetensors.index.json"
+    whole = json.loads(index.read_text())
+    Transformer.from_pretrained(tmp_path / "a")  # the control
+    name, shard = min(whole["weight_map"].items())
+    for place in (f"../b/{shard}", str(tmp_path / "b" / shard), f"./{shard}", "..", ".", "", None,
+                  7, [shard], f"{shard}\0", "/dev/stdin", "C:\\b.safetensors"):
+        index.write_text(json.dumps({"weight_map": {**whole["weight_map"], name: place}}))
+        refused(tmp_path / "a", ValueError, f"{index.name} is not a valid index.*'{name}' is in")
+    for weight_map in ([], [name], None, "x", {}, 3):
+        index.write_text(json.dumps({"weight_map": weight_map}))
+        refused(tmp_path / "a", ValueError, f"{index.name} is not a valid index of shards.*weight")
+    index.write_text(json.dumps({"weight_map": {**whole["weight_map"], "more": shard}}))
+    refused(tmp_path / "a", ValueError, f"{shard} lacks tensor 'more', which {index.name} lists")
+
+
+HEADERS = {
+    "dtype F8_E4M3, this code reads F64, F32": dict(dtype="F8_E4M3", shape=[48], data=48),
+    "dtype I32": dict(dtype="I32", shape=[48], data=192),
+    "dtype BOOL": dict(dtype="BOOL", shape=[48], data=48),
+    r"norm.weight has shape \(0,\)": dict(dtype="F32", shape=[0], data=0),
+    r"norm.weight has shape \(\)": dict(dtype="F32", shape=[], data=4),
+    "no.* a safetensors file": dict(dtype="F32", shape=[0, 2**64 - 1], data=0),
+    "truncated or not": dict(dtype="F32", shape=[2**40, 2**40], data=4),
+}
+
+
+@pytest.mark.parametrize("says", HEADERS)
+def test_refuses_tensors_that_are_none(tmp_path, says):
+    """One tensor of a dtype or shape that no weight has."""
+    make(tmp_path, "llama")
+    file = tmp_path / "model.safetensors"
+    tensors = safetensors.load_file(file)
+    del tensors["model.norm.weight"]
+    whole = safetensors.save(tensors)
+    size = int.from_bytes(whole[:8], "little")
+    header, data = json.loads(whole[8:8 + size]), whole[8 + size:]
+    new = dict(HEADERS[says])
+    more = new.pop("data")
+    header["model.norm.weight"] = {**new, "data_offsets": [len(data), len(data) + more]}
+    text = json.dumps(header).encode()
+    file.write_bytes(len(text).to_bytes(8, "little") + text + data + bytes(more))
+    refused(tmp_path, ValueError, says)
+    file.write_bytes((2 << 30).to_bytes(8, "little") + text + data)  # a header of 2 GB
+    refused(tmp_path, ValueError, "truncated or not a safetensors file: .*header too large")
+
+
+@pytest.mark.parametrize("value", (math.nan, math.inf, -math.inf, 1e300))
+def test_weights_that_are_not_finite_are_refused(tmp_path, value):
+    """Also such as only the dtype makes infinite, in a joined matrix, in a shard: by name."""
+    make(tmp_path, "qwen2", max_shard_size="20KB")
+    index = json.loads((tmp_path / "model.safetensors.index.json").read_text())
+    key = "model.layers.1.self_attn.v_proj.weight"
+    file = tmp_path / index["weight_map"][key]
+    tensors = safetensors.load_file(file)
+    tensors[key] = tensors[key].double()
+    tensors[key][3, 5] = value
+    safetensors.save_file(tensors, file)
+    for dtype in (torch.float32, torch.bfloat16):
+        with pytest.raises(ValueError, match=f"{file.name}: tensor {key[6:]} holds NaN"):
+            Transformer.from_pretrained(tmp_path, dtype=dtype)
+    tensors[key][3, 5] = 3e38  # the control: large, but a number
+    safetensors.save_file(tensors, file)
+    Transformer.from_pretrained(tmp_path)
+
+
+@pytest.mark.parametrize("umask", (0o022, 0o077, 0o002))
+def test_saved_files_honour_the_umask_and_appear_whole(tmp_path, umask, monkeypatch):
+    make(tmp_path, "llama")
+    model = Transformer.from_pretrained(tmp_path)
+    before = os.umask(umask)
+    try:
+        model.save_pretrained(tmp_path / "a")
+    finally:
+        os.umask(before)
+    for name in ("model.safetensors", "config.json"):
+        assert (tmp_path / "a" / name).stat().st_mode & 0o777 == 0o666 & ~umask
+    # a disk that is full when config.json is written, then when the weights are
+    for name in ("config.json.tmp", "model.safetensors.tmp"):
+        os.mkdir(tmp_path / "a" / name)  # cannot be written to
+        model.norm.weight.data.fill_(3)
+        whole = (tmp_path / "a" / name[:-4]).read_bytes()
+        with pytest.raises(OSError, match=f"could not write .*{name[:-4]}") as e:
+            model.save_pretrained(tmp_path / "a")
+        assert "\n" not in str(e.value) and (tmp_path / "a" / name[:-4]).read_bytes() == whole
 
 
 @pytest.mark.parametrize("name, key", [
@@ -450,9 +638,20 @@ def test_every_tensor_is_needed_and_used(tmp_path, name, key):
 def test_missing_folder(monkeypatch, tmp_path):
     from huggingface_hub import constants
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
-    with pytest.raises(FileNotFoundError, match="'no/such-model' is neither a local folder") as e:
-        find_checkpoint("no/such-model")
-    assert "\n" not in str(e.value)
+    for name in ("no/such-model", "", "a/b/c/d", "~nobody/x", "x y", "nul\0", "x" * 5000, "é\n!"):
+        with pytest.raises(FileNotFoundError, match="is neither a local folder") as e:
+            find_checkpoint(name)
+        assert "\n" not in str(e.value) and len(str(e.value)) < 1000
+    (tmp_path / "file").write_text("")
+    with pytest.raises(FileNotFoundError, match="file is a file: name the folder"):
+        find_checkpoint(tmp_path / "file")
+    # ~ is the home of who asks
+    monkeypatch.setenv("HOME", str(tmp_path))
+    (tmp_path / "m").mkdir()
+    with pytest.raises(FileNotFoundError, match=f"{tmp_path}/m holds no config.json"):
+        find_checkpoint("~/m")
+    (tmp_path / "m" / "config.json").write_text("{}")
+    assert find_checkpoint("~/m") == str(tmp_path / "m")
 
 
 @pytest.mark.skipif(not REAL, reason="SMD_REAL_WEIGHTS names no folder")
