@@ -37,8 +37,8 @@ from torch.utils.checkpoint import checkpoint
 from fast import fused
 from fast.head import Head, leave_out
 from fast.launch import kernels, widen
+from support.checkpoint import write_text, write_whole
 from support.jsonfile import read_json, shown
-from support.run import write_text, write_whole
 
 MLP_ROWS = 2048  # rows of an MLP slice, see in_slices
 CHECKPOINT = dict(use_reentrant=False, preserve_rng_state=False)  # no random numbers are drawn here

@@ -415,8 +415,6 @@ def setup(argv):
     """Whatever can be wrong with a request is found here, before out_dir is touched.
     -> settings, run, model, tokenizer, problems, objective, optimizer"""
     c = settings(argv)
-    for key in ("out_dir", "model", "task"):
-        setattr(c, key, os.path.expanduser(getattr(c, key)))
     eviction_of_evaluation(c)  # checks itself
     choose_device(c)
     folder = find_checkpoint(c.model)

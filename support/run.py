@@ -24,8 +24,6 @@ try:
 except ImportError:  # Windows: two processes with one out_dir go unnoticed
     fcntl = None
 
-SIGNALS = [getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGHUP")
-           if hasattr(signal, name)]
 HELD = {}  # out_dir -> its file descriptor, open until this process ends
 GROWING = ("log.jsonl", "samples.txt")
 FILES = ("ckpt.pt", "ckpt-previous.pt", *GROWING, "config.json")
@@ -42,21 +40,6 @@ def tell(text, stream=None):
     """Print a line. Where that fails (a broken pipe, a full device, a closed stream) the line and
     all that follow are dropped: no reason to stop."""
     put(text + "\n", stream or sys.stdout)
-
-
-def tell(text, stream=None):
-    """Print a line. What cannot be printed (a closed pipe, a full device, a terminal of other
-    characters) is no reason to stop."""
-    out = stream or sys.stdout
-    try:
-        try:
-            out.write(text + "\n")
-        except UnicodeEncodeError:
-            out.write(text.encode("ascii", "backslashreplace").decode() + "\n")
-        out.flush()
-    except (OSError, ValueError, AttributeError):  # AttributeError: closed at the start, so None
-        with suppress(OSError, ValueError, AttributeError):  # nor at the end, when Python flushes
-            os.dup2(os.open(os.devnull, os.O_WRONLY), out.fileno())
 
 
 def say(text, width=70):

@@ -40,6 +40,7 @@ from data.tasks import Problems, reward  # noqa: E402
 from data.tokenizer import Tokenizer  # noqa: E402
 from experiments import ablate  # noqa: E402
 from model import Config, Transformer  # noqa: E402
+from support.checkpoint import write_checkpoint  # noqa: E402
 from support.run import HELD, Run  # noqa: E402
 
 SECONDS, MEMORY, LENGTH = 10, 2**30, 1000  # most that a case may take, and characters it may say
@@ -293,10 +294,10 @@ def change_checkpoint(case):
     if case.spoiled:
         data, done = spoil(case.rng, case.read(*path))
     else:
-        state, file = torch.load(case.path(*path), weights_only=True), io.BytesIO()
+        state = torch.load(case.path(*path), weights_only=True)
         done = changes(case.rng, state, [*NASTY, torch.zeros(3), torch.tensor([[math.nan]])])
-        torch.save(state, file)
-        data = file.getvalue()
+        write_checkpoint(case.path(*path), state)
+        data = case.read(*path)
     case.put(data, done, *path)
 
 
