@@ -93,7 +93,8 @@ def test_problem_files(tmp_path):
     good = [json.dumps(dict(question=f"The code for apple is {i}. What is it?", answer=str(i)))
             for i in range(20)]
     too_long = json.dumps(dict(prompt="apple " * 300, answer="1"))
-    for lines, say in (([*good, too_long], "1 of 21 prompts are longer than prompt_tokens=96, the longest has 3.. "),
+    long = "1 of 21 prompts are longer than prompt_tokens=96, the longest has 3.. "
+    for lines, say in (([*good, too_long], long),
                        ([*good, "{"], "p.jsonl:21 is not JSON"),
                        ([], "holds no problem"), (good[:5], "5 problems are too few"),
                        ([*good, '{"prompt": "x", "answer": null}'], ":21 needs")):
