@@ -363,15 +363,15 @@ def file_problem(splits, split, seed, index):
 
 # rewards: a rule maps (text, gold answer) to True or False
 
-# thousands come in groups of three behind commas or thin spaces; a point before the first
-# digit is one unless it ends something ("v.5", "...5")
-DIGITS = (r"(?:\d{1,3}(?:[,\u00a0\u2009\u202f]\d{3})+(?!\d)|\d+)(?:\.\d+)?"
+# thousands come in groups of three behind commas, apostrophes or thin spaces; a point before the
+# first digit is one unless it ends something ("v.5", "...5")
+DIGITS = (r"(?:\d{1,3}(?:[,'’\u00a0\u2009\u202f]\d{3})+(?!\d)|\d+)(?:\.\d+)?"
           r"|(?<![\w.)\]}])\.\d+")
-# no digits of a name (X7); a minus is a sign unless something stands right before it; 3e4,
-# 3 x 10^4 and 10^4 are one number each
+# no digits of a name or an exponent (X7, x^2); a minus is a sign unless something stands right
+# before it; 3e4, 3 x 10^4 and 2^10 are one number each
 NUMBER = re.compile(
-    r"(?P<sign>(?<![\w)\]}])[-+])?[$€£]?(?<![A-Za-z_\d])(?<!\d\.)"
-    rf"(?:(?:(?P<times>{DIGITS})\s*[x×·*]\s*)?10\s*\^\s*\{{?(?P<power>[-+]?\d+)"
+    r"(?P<sign>(?<![\w)\]}^{])[-+])?[$€£]?(?<![A-Za-z_\d^])(?<!\d\.)(?<!\^\{)(?<!\^[-+])"
+    rf"(?:(?:(?P<times>{DIGITS})\s*[x×·*]\s*)?(?P<base>{DIGITS})\s*\^\s*\{{?(?P<power>[-+]?\d+)"
     rf"|(?P<digits>{DIGITS})(?:[eE](?P<exponent>[-+]?\d+))?)", re.ASCII)
 # what may stand between alternatives: "41, or maybe 42"
 HEDGE = re.compile(r"(?:[\s,;/|&*()\-–]|or|and|maybe|perhaps)*")
@@ -382,14 +382,14 @@ SUPERSCRIPTS = str.maketrans("⁰¹²³⁴⁵⁶⁷⁸⁹⁻⁺", "0123456789-+"
 
 def plain(text):
     """The ways in which LaTeX and typography write numbers and spaces, written plainly:
-    9{,}500, 9\\,500, \\$5, 3 \\times 10^{4}, 10⁴, −5."""
+    9{,}500, 9\\,500, 9~500, \\$5, 3 \\times 10^{4}, 10⁴, \\frac{1}{2}, −5."""
     text = text.replace("{,}", ",").translate(MINUS)
-    text = re.sub(r"(?<=\d)\\,(?=\d{3})", ",", text)
+    text = re.sub(r"(?<=\d)(?:\\[,;:! ]|~)(?=\d{3}(?!\d))", ",", text)
+    text = re.sub(r"\\[dt]?frac\{([^{}]*)\}\{([^{}]*)\}", r"\1/\2", text)
     text = re.sub(r"\\([$%])", r"\1", text)
     text = re.sub(r"\\(?:times|cdot)(?![A-Za-z])", "×", text)
-    text = re.sub(r"(?<=\b10)\*\*(?=[-+\d])", "^", text)
-    return re.sub(r"(?<=\b10)[⁻⁺]?[⁰¹²³⁴⁵⁶⁷⁸⁹]+", lambda m: "^" + m[0].translate(SUPERSCRIPTS),
-                  text)
+    text = re.sub(r"(?<=\d)\*\*(?=[-+\d])", "^", text)
+    return re.sub(r"(?<=\d)[⁻⁺]?[⁰¹²³⁴⁵⁶⁷⁸⁹]+", lambda m: "^" + m[0].translate(SUPERSCRIPTS), text)
 
 
 def numbers(text):
@@ -402,8 +402,11 @@ def value_of(m):
     """A match of NUMBER -> Decimal, NaN beyond its range"""
     digits = re.sub(r"[^\d.]", "", m["digits"] or m["times"] or "1")
     try:
-        return Decimal(f"{m['sign'] or ''}{digits}e{m['exponent'] or m['power'] or 0}")
-    except InvalidOperation:
+        value = Decimal(f"{m['sign'] or ''}{digits}e{m['exponent'] or 0}")
+        if m["base"]:
+            value *= Decimal(re.sub(r"[^\d.]", "", m["base"])) ** int(m["power"])
+        return value
+    except (ArithmeticError, ValueError):
         return Decimal("NaN")
 
 
@@ -466,6 +469,8 @@ def reward(problem, text):
     if not text:
         return 0.0
     earned = rule(text, problem.answer)
+    if hasattr(earned, "item"):  # numpy's bool and the like
+        earned = earned.item()
     if not isinstance(earned, (bool, int, float)) or not math.isfinite(earned):
         raise ValueError(f"the rule of task {problem.task} returns {earned!r}, must be True, "
                          "False or a finite number")
