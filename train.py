@@ -17,7 +17,6 @@ not the learner (correction), is here too, to be compared with. Left out on purp
 KL to a reference model. All randomness of a step is a function of (seed, step), so a checkpoint
 needs no RNG state beyond those two numbers.
 """
-import json
 import os
 import sys
 import time
@@ -36,6 +35,7 @@ from objectives.ppo import PPO
 from rollout import generate
 from support.checkpoint import fingerprint
 from support.configurator import check_ranges, configure, help_if_asked
+from support.jsonfile import parse_object, shown
 from support.metrics import Metrics
 from support.optimizer import Masters
 from support.run import (
@@ -405,7 +405,8 @@ def settings(argv):
     if hasattr(objective, "check"):
         objective.check(c)
     if c.task not in TASKS and not c.task.endswith(".jsonl"):
-        raise ValueError(f"unknown task {c.task!r}: one of {', '.join(TASKS)}, or a .jsonl file")
+        raise ValueError(f"unknown task {shown(c.task)}: one of {', '.join(TASKS)}, or a .jsonl "
+                         "file")
     if not c.out_dir:
         raise ValueError("out_dir is empty")
     return c
@@ -438,12 +439,13 @@ def setup(argv):
         raise ValueError(f"prompt_tokens {c.prompt_tokens} + max_new_tokens {c.max_new_tokens} "
                          f"exceed the model's context of {net.config.max_pos}")
     check_memory(c, net)
-    problems = Problems(c.task, tok, seed=c.seed, tokens=c.prompt_tokens, n_eval=c.eval_problems,
-                        template=template_of(c), skip_long=c.skip_long)
+    problems = Problems(
+        c.task, tok, seed=c.seed, tokens=c.prompt_tokens, n_eval=c.eval_problems,
+        template=parse_object(c.template or "{}", "template"), skip_long=c.skip_long)
     objective = OBJECTIVES[c.objective](net, c, initial)
     opt = Masters(net, c, objective.value)
     if run.learner is not None:
-        opt.load(run.learner)
+        opt.load(run.learner, run.path("ckpt.pt"))
     run.open()
     introduce(c, folder, net, problems=problems)
     return c, run, net, tok, problems, objective, opt
@@ -478,18 +480,6 @@ def identity_of(c, folder):
     found = dict(model=fingerprint(*(os.path.join(folder, name) for name in names)))
     if c.task not in TASKS:
         found["task"] = fingerprint(c.task)
-    return found
-
-
-def template_of(c):
-    """The arguments that c.template adds to the chat template's. Raises ValueError."""
-    try:
-        found = json.loads(c.template or "{}")
-    except (ValueError, RecursionError):
-        found = None
-    if not isinstance(found, dict):
-        raise ValueError(f"template must be a JSON object such as {{\"enable_thinking\": false}}, "
-                         f"got {c.template!r}")
     return found
 
 

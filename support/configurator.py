@@ -23,6 +23,7 @@ import tempfile
 import tokenize
 from types import ModuleType
 
+from support.jsonfile import shown
 from support.run import tell
 
 LARGEST = 1_000_000  # bytes of a config file
@@ -48,8 +49,8 @@ def configure(defaults, argv, choices=None, refused=None):
 
 
 def printable(text):
-    """Text as it is, or quoted if it would not be seen or would break a line."""
-    return text if text and text.isprintable() else repr(text)
+    """Text as it is; quoted if it would not be seen or would break a line, cut if it is long."""
+    return text if text.isprintable() and 0 < len(text) <= 300 else shown(text)
 
 
 def check(key, value, where, defaults, choices=None, refused=None):
@@ -72,18 +73,19 @@ def check(key, value, where, defaults, choices=None, refused=None):
     if want is float and not math.isfinite(value):
         raise ValueError(f"{where}: {key} must be a finite number, got {value}")
     if want is str and CONTROL.search(value):
-        raise ValueError(f"{where}: {key} holds a control character: {value!r:.80}")
+        raise ValueError(f"{where}: {key} holds a control character: {shown(value)}")
     if want is str and value.startswith("~"):
         value = os.path.expanduser(value)  # a shell does it only where a word begins
     if choices and key in choices and value not in choices[key]:
-        raise ValueError(f"{where}: {key} must be one of {', '.join(choices[key])}, got {value!r}")
+        raise ValueError(f"{where}: {key} must be one of {', '.join(choices[key])}, got "
+                         f"{shown(value)}")
     return value
 
 
 def unknown(key, where, defaults):
-    written = key.lower().replace("-", "_")
+    written = key.lower().replace("-", "_")[:100]
     near = difflib.get_close_matches(written, defaults, n=1, cutoff=0.0)[0]
-    text = f"{where}: unknown key {key!r}; the nearest is {near!r}"
+    text = f"{where}: unknown key {shown(key)}; the nearest is {near!r}"
     if not where.startswith(("--", "'--")):
         text += " (a helper's name begins with _)"
     return text

@@ -385,7 +385,7 @@ def test_a_run_that_ends_without_a_log_has_failed(fake, capsys, monkeypatch):
     (out / "fake.py").write_text("print('I did nothing')")
     monkeypatch.setattr(ablate, "TRAIN", str(out / "fake.py"))
     assert run("--seeds=1")[0] == 1
-    assert capsys.readouterr().out.count("failed after 0.0 min: [Errno 2] No such file") == 2
+    assert capsys.readouterr().out.count("log.jsonl is missing, or is no regular file") == 2
 
 
 def test_cards(monkeypatch):

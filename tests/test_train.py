@@ -93,9 +93,9 @@ def test_problem_files(tmp_path):
     good = [json.dumps(dict(question=f"The code for apple is {i}. What is it?", answer=str(i)))
             for i in range(20)]
     too_long = json.dumps(dict(prompt="apple " * 300, answer="1"))
-    for lines, say in (([*good, too_long], "1 of 21 prompts are longer than prompt_tokens=96, the longest has 3.. "),
+    for lines, say in (([*good, too_long], "1 of 21 prompts .* prompt_tokens=96, the longest has 3.. "),
                        ([*good, "{"], "p.jsonl:21 is not JSON"),
-                       ([], "holds no problem"), (good[:5], "5 problems are too few"),
+                       ([], "holds no problem"), (good[:5], "p.jsonl: 5 are too few"),
                        ([*good, '{"prompt": "x", "answer": null}'], ":21 needs")):
         file.write_text("\n".join(lines))
         with pytest.raises(SystemExit, match=say):
@@ -120,8 +120,8 @@ def test_problem_files(tmp_path):
     ("top_k is not offered", ["--top_k=50"]),
     ("eval_problems must be between 1 and 1000000", ["--eval_problems=99999999999"]),
     ("prompts must be between 1 and 1000000", ["--prompts=99999999"]),
-    ("template must be a JSON object such as", ["--template=[1]"]),
-    ("template must be a JSON object such as", ["--template={enable_thinking: false}"]),
+    ("template must hold a JSON object", ["--template=[1]"]),
+    ("template is not valid JSON", ["--template={enable_thinking: false}"]),
     ("budget 18 must be above window + sinks", ["--evict=none", "--budget=18"]),
     ("temperature must be between", ["--temperature=0"]),
     ("lr must be a finite number", ["--lr=nan"]),
