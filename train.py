@@ -38,16 +38,7 @@ from support.configurator import check_ranges, configure, help_if_asked
 from support.jsonfile import parse_object, shown
 from support.metrics import Metrics
 from support.optimizer import Masters
-from support.run import (
-    FILES,
-    FOLDERS,
-    Run,
-    choose_device,
-    memory_of,
-    one_line_errors,
-    say,
-    tell,
-)
+from support.run import FILES, FOLDERS, Run, choose_device, memory_of, one_line_errors, say, tell
 
 OBJECTIVES = {"grpo": GRPO, "ppo": PPO, "dpo": DPO}
 TINY = os.path.join(os.path.dirname(os.path.abspath(__file__)), "data", "tiny")
@@ -186,10 +177,8 @@ def main(argv):
 
 
 def update(net, opt, objective, rollout, rewards, c, lr):
-    """Learn from one rollout: c.updates optimizer steps. rewards (B, G) -> numbers for the log"""
-    if not rollout.logp_roll.isfinite().all():
-        raise FloatingPointError("log-probs of the sampler are not finite: nothing was learned "
-                                 "from them; lower lr?")
+    """Learn from one rollout: c.updates optimizer steps. rewards (B, G) -> numbers for the log.
+    Raises FloatingPointError, before the step, if a gradient is not finite."""
     policies = (c.learner,)
     if c.distill:  # replay gives entropy and values of the last
         policies = ("dense", "shadow") if c.learner == "shadow" else ("shadow", "dense")
@@ -230,9 +219,6 @@ def update(net, opt, objective, rollout, rewards, c, lr):
                 kl = (x["scale"] * out["kl"]).sum()  # KL(student || teacher), reduced like the loss
                 loss = loss + c.distill * kl
                 metrics.add(kl=kl.item())
-            if not loss.isfinite():
-                raise FloatingPointError(f"the loss is {loss.item()}: nothing was learned from it; "
-                                         "lower lr?")
             loss.backward()
 
             metrics.add(loss=loss.item(), **numbers)
@@ -284,19 +270,20 @@ def decode(tok, rollout, special=True):
 def judge(batch, texts, split, first):
     """Rewards of the responses to each problem. Raises ValueError, naming the problem, for one that
     is no finite number. split, first: how the problems are called."""
-    return [[checked_reward(problem, text, f"{split} problem {i}") for text in group]
+    def checked(problem, text, i):
+        try:
+            x = reward(problem, text)
+            if isinstance(x, Real) and abs(x) <= torch.finfo(torch.float32).max:
+                return float(x)
+            why = f"must be a finite number, got {shown(x)}"
+        except Exception as e:  # whatever somebody's own rule may raise
+            why = f"raised {type(e).__name__}: {e}"
+        question = shown(problem.text.splitlines()[-1])
+        raise ValueError(f"the reward of {split} problem {i} ({question}, response {shown(text)}) "
+                         f"{why}")
+
+    return [[checked(problem, text, i) for text in group]
             for i, (problem, group) in enumerate(zip(batch, texts), first)]
-
-
-def checked_reward(problem, text, name):
-    name = f"the reward of {name} ({problem.text.splitlines()[-1]!r}, response {text!r})"
-    try:
-        x = reward(problem, text)
-    except Exception as e:  # whatever somebody's own rule may raise
-        raise ValueError(f"{name} raised {type(e).__name__}: {e}") from e
-    if not isinstance(x, Real) or not abs(x) <= torch.finfo(torch.float32).max:
-        raise ValueError(f"{name} must be a finite number, got {x!r}")
-    return float(x)
 
 
 def facts(rollout, rewards):

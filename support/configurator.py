@@ -137,11 +137,10 @@ def read_file(path, defaults):
         why = " ".join([type(e).__name__, *str(e).split()])
         raise ValueError(f"{where}{line}: {why:.300}") from None
     for node in bare_annotations(tree):
-        key, at = ast.unparse(node.target), f"{where}, line {node.lineno}"
+        key, at = node.target.id, f"{where}, line {node.lineno}"
         if key not in defaults:
             raise ValueError(unknown(key, at, defaults))
-        raise ValueError(f"{at}: {key}: {ast.unparse(node.annotation)} sets nothing; write "
-                         f"{key} = value")
+        raise ValueError(f"{at}: what stands behind {key}: sets nothing; write {key} = value")
     return {key: value for key, value in scope.items()
             if not key.startswith("_") and not isinstance(value, ModuleType)}
 
@@ -150,8 +149,9 @@ def bare_annotations(node):
     """Lines such as `lr: 1e-3`, which Python takes and forgets; not those of functions and
     classes."""
     for child in ast.iter_child_nodes(node):
-        if isinstance(child, ast.AnnAssign) and child.value is None:
-            yield child
+        if isinstance(child, ast.AnnAssign):
+            if child.value is None and isinstance(child.target, ast.Name):
+                yield child
         elif not isinstance(child, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)):
             yield from bare_annotations(child)
 

@@ -223,8 +223,8 @@ class Run:
                                  f"got {type(found).__name__}; {self.older()}")
         sizes = [state["sizes"].get(name) for name in GROWING]
         if min(state["step"], *(n if type(n) is int else -1 for n in sizes)) < 0:
-            raise ValueError(f"resume: {path}: step {state['step']} and sizes {shown(sizes)} "
-                             f"must be whole numbers from 0; {self.older()}")
+            raise ValueError(f"resume: {path}: step {state['step']} and sizes {sizes!s:.100} must "
+                             f"be whole numbers from 0; {self.older()}")
         was = state["config"]
         for key, value in vars(c).items():
             if key not in self.may_change and was.get(key) != value:

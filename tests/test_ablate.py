@@ -648,3 +648,14 @@ def test_damaged_files_are_named(name, text, tmp_path):
     with pytest.raises(SystemExit) as e:
         ablate.main(["--table", f"--out={tmp_path}"])
     assert str(e.value).startswith(f"error: {tmp_path / name}") and "\n" not in str(e.value)
+
+
+def test_pipes_are_refused(tmp_path):
+    """Reading one would wait for ever."""
+    for name in ("log.jsonl", "settings.json"):
+        os.mkfifo(tmp_path / name)
+    with pytest.raises(FileNotFoundError, match="log.jsonl .*is no regular file"):
+        ablate.read(str(tmp_path / "log.jsonl"))
+    with pytest.raises(FileNotFoundError, match="settings.json .*is no regular file"):
+        ablate.recorded(str(tmp_path))
+    assert ablate.recorded(str(tmp_path / "nothing")) == {}  # control
