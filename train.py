@@ -275,9 +275,9 @@ def judge(batch, texts, split, first):
             x = reward(problem, text)
             if isinstance(x, Real) and abs(x) <= torch.finfo(torch.float32).max:
                 return float(x)
-            why = f"must be a finite number, got {shown(x)}"
+            why = f"must be a finite number, got {x!r:.80}"
         except Exception as e:  # whatever somebody's own rule may raise
-            why = f"raised {type(e).__name__}: {e}"
+            why = f"raised {type(e).__name__}: {e!s:.200}"
         question = shown(problem.text.splitlines()[-1])
         raise ValueError(f"the reward of {split} problem {i} ({question}, response {shown(text)}) "
                          f"{why}")
@@ -315,8 +315,8 @@ def evaluate(net, tok, problems, c, eviction, run=None):
         r = generate(net, prompts, 1, c.max_new_tokens, temperature=0.0, eviction=eviction,
                      stop_ids=tok.stop_ids, seed=c.seed)
         judged = judge(batch, decode(tok, r, special=False), "held-out", first=start)
-        rewards += [x for x, in judged]
         for problem, (text,), (x,) in zip(batch, decode(tok, r), judged):
+            rewards.append(x)
             samples.append(sample(problem, text, x))
         for indices in micro_batches(r, 2, c.micro_rows):
             if not dense:
@@ -470,14 +470,17 @@ def identity_of(c, folder):
     return found
 
 
+def response_keys(c):
+    """Most keys of a response that are held at once, per layer and KV head."""
+    own = c.max_new_tokens - 1
+    return min(own, c.response_budget + c.period) if c.response_budget else own
+
+
 def check_memory(c, net):
     """Raise ValueError for more samples at a time than memory can hold: of each at least the KV
     and the log of its response and one row of logits."""
-    own = c.max_new_tokens - 1
-    if c.response_budget:
-        own = min(own, c.response_budget + c.period)
     log = c.max_new_tokens * 4 * (3 + net.config.n_layer * net.config.n_kv_head)
-    size = own * net.config.kv_bytes_per_token(net.dtype) + log + 4 * net.vocab_used
+    size = response_keys(c) * net.config.kv_bytes_per_token(net.dtype) + log + 4 * net.vocab_used
     there = memory_of(c.device)
     fit = int(min(there, 1e18)) // size
     asked = dict(group=c.group, prompts=c.prompts * c.group,
@@ -505,12 +508,9 @@ def introduce(c, folder, net, problems):
     slots = sum(eviction_of(c).slots(layer, L, c.prompt_tokens) for layer in range(L))  # per prompt
     keys = c.prompt_tokens if c.evict == "none" else min(c.budget, c.prompt_tokens)
     how = c.evict if c.spread == "uniform" else f"{c.evict}, on average, spread {c.spread}"
-    own = c.max_new_tokens - 1  # per sample
     samples = c.prompts * c.group
-    dense = samples * (c.prompt_tokens + own) * per_token
-    if c.response_budget:
-        own = min(own, c.response_budget + c.period)
-    kept = (c.prompts * slots // L + samples * own) * per_token
+    dense = samples * (c.prompt_tokens + c.max_new_tokens - 1) * per_token
+    kept = (c.prompts * slots // L + samples * response_keys(c)) * per_token
     tell(f"{c.task}: prompts of up to {c.prompt_tokens} tokens, {keys} keys kept per layer and KV "
           f"head ({how}); a rollout of {c.prompts} x {c.group} samples holds up to {kept:,} KV "
           f"bytes, {dense:,} if each kept all keys")
