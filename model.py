@@ -38,7 +38,7 @@ from fast import fused
 from fast.head import Head, leave_out
 from fast.launch import kernels, widen
 from support.checkpoint import write_text, write_whole
-from support.jsonfile import read_json, shown
+from support.jsonfile import entry, read_json, shown
 
 MLP_ROWS = 2048  # rows of an MLP slice, see in_slices
 CHECKPOINT = dict(use_reentrant=False, preserve_rng_state=False)  # no random numbers are drawn here
@@ -56,8 +56,6 @@ LARGEST = 10**7  # above every size in config.json
 RANGES = dict(  # what makes sense in config.json, far beyond what is used
     rms_norm_eps=(1e-20, 1), rope_theta=(1, 1e12), factor=(1, 1e6), low_freq_factor=(1e-6, 1e6),
     high_freq_factor=(1e-6, 1e6), original_max_position_embeddings=(1, LARGEST))
-KINDS = {bool: "true or false", int: "an integer", float: "a number", str: "a text",
-         list: "a list", dict: "an object"}
 DTYPES = ("F64", "F32", "BF16", "F16")  # of tensors, as safetensors calls them
 
 
@@ -130,21 +128,6 @@ class Config:
     def kv_bytes_per_token(self, dtype):
         """Bytes of one token in a dense KV cache: keys and values of every layer and KV head."""
         return 2 * self.n_layer * self.n_kv_head * self.head_size * dtype.itemsize
-
-
-def entry(raw, key, kind, default=None):
-    """raw[key], or the default where it is absent or null. Raises ValueError unless it is of the
-    kind: bool, int, float (an int will do), str, list or dict."""
-    value = raw.get(key)
-    if value is None:
-        value = default
-    if value is None:
-        raise ValueError(f"{key} is missing or null")
-    kinds = (int, float) if kind is float else kind
-    # to Python true is a 1
-    if not isinstance(value, kinds) or isinstance(value, bool) != (kind is bool):
-        raise ValueError(f"{key} must be {KINDS[kind]}, got {shown(value)}")
-    return value
 
 
 def size(raw, key, default=None):

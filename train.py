@@ -17,7 +17,6 @@ not the learner (correction), is here too, to be compared with. Left out on purp
 KL to a reference model. All randomness of a step is a function of (seed, step), so a checkpoint
 needs no RNG state beyond those two numbers.
 """
-import json
 import os
 import sys
 import time
@@ -36,18 +35,10 @@ from objectives.ppo import PPO
 from rollout import generate
 from support.checkpoint import fingerprint
 from support.configurator import check_ranges, configure, help_if_asked
+from support.jsonfile import parse_object, shown
 from support.metrics import Metrics
 from support.optimizer import Masters
-from support.run import (
-    FILES,
-    FOLDERS,
-    Run,
-    choose_device,
-    memory_of,
-    one_line_errors,
-    say,
-    tell,
-)
+from support.run import FILES, FOLDERS, Run, choose_device, memory_of, one_line_errors, say, tell
 
 OBJECTIVES = {"grpo": GRPO, "ppo": PPO, "dpo": DPO}
 TINY = os.path.join(os.path.dirname(os.path.abspath(__file__)), "data", "tiny")
@@ -186,10 +177,8 @@ def main(argv):
 
 
 def update(net, opt, objective, rollout, rewards, c, lr):
-    """Learn from one rollout: c.updates optimizer steps. rewards (B, G) -> numbers for the log"""
-    if not rollout.logp_roll.isfinite().all():
-        raise FloatingPointError("log-probs of the sampler are not finite: nothing was learned "
-                                 "from them; lower lr?")
+    """Learn from one rollout: c.updates optimizer steps. rewards (B, G) -> numbers for the log.
+    Raises FloatingPointError, before the step, if a gradient is not finite."""
     policies = (c.learner,)
     if c.distill:  # replay gives entropy and values of the last
         policies = ("dense", "shadow") if c.learner == "shadow" else ("shadow", "dense")
@@ -230,9 +219,6 @@ def update(net, opt, objective, rollout, rewards, c, lr):
                 kl = (x["scale"] * out["kl"]).sum()  # KL(student || teacher), reduced like the loss
                 loss = loss + c.distill * kl
                 metrics.add(kl=kl.item())
-            if not loss.isfinite():
-                raise FloatingPointError(f"the loss is {loss.item()}: nothing was learned from it; "
-                                         "lower lr?")
             loss.backward()
 
             metrics.add(loss=loss.item(), **numbers)
@@ -284,19 +270,20 @@ def decode(tok, rollout, special=True):
 def judge(batch, texts, split, first):
     """Rewards of the responses to each problem. Raises ValueError, naming the problem, for one that
     is no finite number. split, first: how the problems are called."""
-    return [[checked_reward(problem, text, f"{split} problem {i}") for text in group]
+    def checked(problem, text, i):
+        try:
+            x = reward(problem, text)
+            if isinstance(x, Real) and abs(x) <= torch.finfo(torch.float32).max:
+                return float(x)
+            why = f"must be a finite number, got {x!r:.80}"
+        except Exception as e:  # whatever somebody's own rule may raise
+            why = f"raised {type(e).__name__}: {e!s:.200}"
+        question = shown(problem.text.splitlines()[-1])
+        raise ValueError(f"the reward of {split} problem {i} ({question}, response {shown(text)}) "
+                         f"{why}")
+
+    return [[checked(problem, text, i) for text in group]
             for i, (problem, group) in enumerate(zip(batch, texts), first)]
-
-
-def checked_reward(problem, text, name):
-    name = f"the reward of {name} ({problem.text.splitlines()[-1]!r}, response {text!r})"
-    try:
-        x = reward(problem, text)
-    except Exception as e:  # whatever somebody's own rule may raise
-        raise ValueError(f"{name} raised {type(e).__name__}: {e}") from e
-    if not isinstance(x, Real) or not abs(x) <= torch.finfo(torch.float32).max:
-        raise ValueError(f"{name} must be a finite number, got {x!r}")
-    return float(x)
 
 
 def facts(rollout, rewards):
@@ -328,8 +315,8 @@ def evaluate(net, tok, problems, c, eviction, run=None):
         r = generate(net, prompts, 1, c.max_new_tokens, temperature=0.0, eviction=eviction,
                      stop_ids=tok.stop_ids, seed=c.seed)
         judged = judge(batch, decode(tok, r, special=False), "held-out", first=start)
-        rewards += [x for x, in judged]
         for problem, (text,), (x,) in zip(batch, decode(tok, r), judged):
+            rewards.append(x)
             samples.append(sample(problem, text, x))
         for indices in micro_batches(r, 2, c.micro_rows):
             if not dense:
@@ -405,7 +392,8 @@ def settings(argv):
     if hasattr(objective, "check"):
         objective.check(c)
     if c.task not in TASKS and not c.task.endswith(".jsonl"):
-        raise ValueError(f"unknown task {c.task!r}: one of {', '.join(TASKS)}, or a .jsonl file")
+        raise ValueError(f"unknown task {shown(c.task)}: one of {', '.join(TASKS)}, or a .jsonl "
+                         "file")
     if not c.out_dir:
         raise ValueError("out_dir is empty")
     return c
@@ -438,12 +426,13 @@ def setup(argv):
         raise ValueError(f"prompt_tokens {c.prompt_tokens} + max_new_tokens {c.max_new_tokens} "
                          f"exceed the model's context of {net.config.max_pos}")
     check_memory(c, net)
-    problems = Problems(c.task, tok, seed=c.seed, tokens=c.prompt_tokens, n_eval=c.eval_problems,
-                        template=template_of(c), skip_long=c.skip_long)
+    problems = Problems(
+        c.task, tok, seed=c.seed, tokens=c.prompt_tokens, n_eval=c.eval_problems,
+        template=parse_object(c.template or "{}", "template"), skip_long=c.skip_long)
     objective = OBJECTIVES[c.objective](net, c, initial)
     opt = Masters(net, c, objective.value)
     if run.learner is not None:
-        opt.load(run.learner)
+        opt.load(run.learner, run.path("ckpt.pt"))
     run.open()
     introduce(c, folder, net, problems=problems)
     return c, run, net, tok, problems, objective, opt
@@ -481,26 +470,17 @@ def identity_of(c, folder):
     return found
 
 
-def template_of(c):
-    """The arguments that c.template adds to the chat template's. Raises ValueError."""
-    try:
-        found = json.loads(c.template or "{}")
-    except (ValueError, RecursionError):
-        found = None
-    if not isinstance(found, dict):
-        raise ValueError(f"template must be a JSON object such as {{\"enable_thinking\": false}}, "
-                         f"got {c.template!r}")
-    return found
+def response_keys(c):
+    """Most keys of a response that are held at once, per layer and KV head."""
+    own = c.max_new_tokens - 1
+    return min(own, c.response_budget + c.period) if c.response_budget else own
 
 
 def check_memory(c, net):
     """Raise ValueError for more samples at a time than memory can hold: of each at least the KV
     and the log of its response and one row of logits."""
-    own = c.max_new_tokens - 1
-    if c.response_budget:
-        own = min(own, c.response_budget + c.period)
     log = c.max_new_tokens * 4 * (3 + net.config.n_layer * net.config.n_kv_head)
-    size = own * net.config.kv_bytes_per_token(net.dtype) + log + 4 * net.vocab_used
+    size = response_keys(c) * net.config.kv_bytes_per_token(net.dtype) + log + 4 * net.vocab_used
     there = memory_of(c.device)
     fit = int(min(there, 1e18)) // size
     asked = dict(group=c.group, prompts=c.prompts * c.group,
@@ -528,12 +508,9 @@ def introduce(c, folder, net, problems):
     slots = sum(eviction_of(c).slots(layer, L, c.prompt_tokens) for layer in range(L))  # per prompt
     keys = c.prompt_tokens if c.evict == "none" else min(c.budget, c.prompt_tokens)
     how = c.evict if c.spread == "uniform" else f"{c.evict}, on average, spread {c.spread}"
-    own = c.max_new_tokens - 1  # per sample
     samples = c.prompts * c.group
-    dense = samples * (c.prompt_tokens + own) * per_token
-    if c.response_budget:
-        own = min(own, c.response_budget + c.period)
-    kept = (c.prompts * slots // L + samples * own) * per_token
+    dense = samples * (c.prompt_tokens + c.max_new_tokens - 1) * per_token
+    kept = (c.prompts * slots // L + samples * response_keys(c)) * per_token
     tell(f"{c.task}: prompts of up to {c.prompt_tokens} tokens, {keys} keys kept per layer and KV "
           f"head ({how}); a rollout of {c.prompts} x {c.group} samples holds up to {kept:,} KV "
           f"bytes, {dense:,} if each kept all keys")

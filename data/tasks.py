@@ -342,10 +342,10 @@ def read_line(line):
     return p
 
 
-def split_file(problems, hold_out=HOLD_OUT):
-    """{"train": ..., "eval": ...}: every `hold_out`-th problem of a file is held out."""
+def split_file(problems, hold_out=HOLD_OUT, name="problems"):
+    """{"train": ..., "eval": ...}: every `hold_out`-th problem of file `name` is held out."""
     if len(problems) < hold_out:
-        raise ValueError(f"{len(problems)} problems are too few: every {hold_out}th is held out")
+        raise ValueError(f"{name}: {len(problems)} are too few: every {hold_out}th is held out")
     return {"train": [p for i, p in enumerate(problems) if i % hold_out],
             "eval": list(problems[::hold_out])}
 
@@ -500,7 +500,7 @@ class Problems:
         self.thinks = opens_thought(tok, self.encode)
         self.file = None
         if task not in TASKS:
-            self.file = split_file(read_problems(task, self.notes))
+            self.file = split_file(read_problems(task, self.notes), name=task)
             self._check_lengths(skip_long)
             self.n_eval = min(n_eval, len(self.file["eval"]))
             words = sum(not is_number(p.answer) for pool in self.file.values() for p in pool)

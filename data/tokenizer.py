@@ -47,6 +47,7 @@ from contextlib import contextmanager
 import tiktoken
 
 from model import find_checkpoint
+from support.jsonfile import entry, read_json, read_text, shown
 
 # tokenizer.json writes each byte as one character: itself where it is printable, else
 # U+0100 onwards in byte order
@@ -63,7 +64,6 @@ DIGITS_THEN_GPT2 = r"'(?:[sdmt]|ll|ve|re)| ?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+|\s+(
 LONGEST_SPACE = 2 ** 18
 
 # far above what real checkpoints have, low enough that reading ends soon and in 1 GB
-MOST_BYTES = 2 ** 25      # of a JSON file or a template
 MOST_IDS = 2 ** 22
 LONGEST_ADDED = 256       # characters of an added token
 MOST_CHECKS = 2 ** 28     # sum over the vocabulary of a token's length, squared
@@ -72,7 +72,6 @@ MOST_TEXT = 2 ** 25       # characters that a template may write
 
 DATE = datetime.datetime(2024, 7, 26)  # today, for templates: the day Llama 3.2's falls back on
 THOUGHT = ("<think>", "</think>")      # stay in every text: they tell thought and answer apart
-JSON_NAMES = {dict: "an object", list: "a list", str: "text", bool: "true or false"}
 
 
 class Tokenizer:
@@ -88,10 +87,11 @@ class Tokenizer:
 
     def __init__(self, path):
         path = find_checkpoint(path)
-        spec = read_json(path, "tokenizer.json")
-        if spec is None:
+        file = os.path.join(path, "tokenizer.json")
+        if not os.path.exists(file):
             raise FileNotFoundError(f"{path} holds no tokenizer.json "
                                     "(a sentencepiece tokenizer.model alone is not supported)")
+        spec = read_json(file)
         self.notes = []
         with naming(path, "tokenizer.json"):
             model = entry(spec, "model", dict)
@@ -105,7 +105,7 @@ class Tokenizer:
                                          special_tokens={})
             self._merge("a 1.")  # does its pattern find empty pieces? tiktoken panics on these
             self.bos_ids = self._read_bos(entry(spec, "post_processor", dict, {}))
-        config = read_json(path, "tokenizer_config.json", {})
+        config = read_json(os.path.join(path, "tokenizer_config.json"), {})
         with naming(path, "tokenizer_config.json"):
             self.named = read_named(config)
         self.stop_ids = self._read_stop_ids(path)
@@ -117,10 +117,10 @@ class Tokenizer:
         self.hidden = set()  # ids that decode(special=False) leaves out, besides stop tokens
         for t in tokens:
             if type(t) is not dict:
-                raise ValueError(f"added_tokens holds {short(t)}, must be objects")
+                raise ValueError(f"added_tokens holds {shown(t)}, must be objects")
             text = entry(t, "content", str)
             if not 0 < len(text) <= LONGEST_ADDED:
-                raise ValueError(f"added token {short(text)} has {len(text)} characters, "
+                raise ValueError(f"added token {shown(text)} has {len(text)} characters, "
                                  f"must have 1 to {LONGEST_ADDED}")
             for option in ("lstrip", "rstrip", "single_word"):
                 if entry(t, option, bool, False):
@@ -156,7 +156,7 @@ class Tokenizer:
         strange = set("".join(vocab)) - BYTE_OF.keys()
         if strange or "" in vocab:
             odd = next(t for t in vocab if not t or strange & set(t))
-            raise ValueError(f"vocabulary entry {short(odd)} is not byte-level BPE "
+            raise ValueError(f"vocabulary entry {shown(odd)} is not byte-level BPE "
                              "(a sentencepiece model?)")
         merges = read_merges(entry(model, "merges", list), whole)
         merges = {pair: rank for pair, rank in merges.items() if "".join(pair) not in self.added}
@@ -172,7 +172,7 @@ class Tokenizer:
         absent = sorted({bytes([b]) for b in range(256)} - set(tokens))
         unknown = entry(model, "unk_token", str, "")
         if absent and unknown:
-            raise ValueError(f"unk_token {short(unknown)} in place of {len(absent)} "
+            raise ValueError(f"unk_token {shown(unknown)} in place of {len(absent)} "
                              "absent bytes is not supported")
         self.ids += [None] * len(absent)
         return tokens + absent
@@ -189,11 +189,11 @@ class Tokenizer:
                     name = entry(piece, "SpecialToken", dict).get("id")
                     ids += entry(known.get(name) or {}, "ids", list)
             elif step["type"] != "ByteLevel":  # which moves offsets only
-                raise ValueError(f"post_processor {short(step['type'])} is not supported "
+                raise ValueError(f"post_processor {shown(step['type'])} is not supported "
                                  "(TemplateProcessing and ByteLevel are)")
         odd = [i for i in ids if type(i) is not int or i not in self.bytes]
         if odd:
-            raise ValueError(f"post_processor puts id {short(odd[0])} in front, "
+            raise ValueError(f"post_processor puts id {shown(odd[0])} in front, "
                              "which has no token")
         return tuple(ids)
 
@@ -202,20 +202,20 @@ class Tokenizer:
         # <|endoftext|>
         stops = set()
         for file in ("generation_config.json", "config.json"):
-            ids = read_json(path, file, {}).get("eos_token_id")
+            ids = read_json(os.path.join(path, file), {}).get("eos_token_id")
             if ids is None:
                 continue
             if type(ids) is not list:
                 ids = [ids]
             for i in ids:
                 if type(i) is not int or i not in self.bytes:
-                    raise ValueError(f"{os.path.join(path, file)}: eos_token_id {short(i)} is not "
+                    raise ValueError(f"{os.path.join(path, file)}: eos_token_id {shown(i)} is not "
                                      "in tokenizer.json: must be the id of a token, or a list")
             stops |= set(ids)
         eos = self.named.get("eos_token")
         if eos and eos not in self.added:
             raise ValueError(f"{os.path.join(path, 'tokenizer_config.json')}: eos_token "
-                             f"{short(eos)} is not in tokenizer.json's added_tokens")
+                             f"{shown(eos)} is not in tokenizer.json's added_tokens")
         if eos:
             stops.add(self.added[eos])
         return tuple(sorted(stops))
@@ -371,37 +371,6 @@ class Tokenizer:
 
 # ---- checks of JSON ----
 
-def read_json(path, name, default=None):
-    """The object in a JSON file of folder `path`. Raises ValueError, which names the file."""
-    text = read_text(os.path.join(path, name))
-    if text is None:
-        return default
-    with naming(path, name):
-        try:
-            content = json.loads(text)
-        except (ValueError, RecursionError) as e:
-            raise ValueError(f"is not valid JSON: {e}") from None
-        if type(content) is not dict:
-            raise ValueError(f"holds {short(content)}, must hold an object")
-    return content
-
-
-def read_text(file):
-    """What a text file holds; None without that file. Raises ValueError, which names it."""
-    if not os.path.exists(file):
-        return None
-    if not os.path.isfile(file):
-        raise ValueError(f"{file} is no regular file")
-    if os.path.getsize(file) > MOST_BYTES:
-        raise ValueError(f"{file} has {os.path.getsize(file):,} bytes, at most {MOST_BYTES:,} "
-                         "are read")
-    try:
-        with open(file, encoding="utf-8-sig") as f:
-            return f.read()
-    except UnicodeDecodeError:
-        raise ValueError(f"{file} is not text in UTF-8") from None
-
-
 @contextmanager
 def naming(path, name):
     """What goes wrong inside is the fault of file `name`: one ValueError of one line."""
@@ -415,32 +384,9 @@ def naming(path, name):
         raise ValueError(f"{os.path.join(path, name)}: {why[:500]}") from None
 
 
-REQUIRED = object()
-
-
-def entry(parent, key, kind, default=REQUIRED):
-    """parent[key], which must have that type; default: in place of null and nothing"""
-    value = parent.get(key)
-    if value is None and default is not REQUIRED:
-        return default
-    if key not in parent:
-        raise ValueError(f"{key!r} is missing")
-    if type(value) is not kind:
-        raise ValueError(f"{key} is {short(value)}, must be {JSON_NAMES[kind]}")
-    return value
-
-
-def short(value):
-    """A JSON value for an error."""
-    text = repr(value) if isinstance(value, (str, float, int)) else type(value).__name__
-    if value is None or isinstance(value, bool):
-        text = json.dumps(value)
-    return text if len(text) < 80 else text[:80] + "..."
-
-
 def check_id(value, what):
     if type(value) is not int or not 0 <= value < MOST_IDS:
-        raise ValueError(f"{what} has id {short(value)}, must be a whole number from 0 to "
+        raise ValueError(f"{what} has id {shown(value)}, must be a whole number from 0 to "
                          f"{MOST_IDS - 1:,}")
     return value
 
@@ -452,7 +398,7 @@ def check_vocabulary(vocab, added):
     for text, i in vocab.items():
         check_id(i, f"vocabulary entry {text!r}"[:100])
         if owner.setdefault(i, text) != text:
-            raise ValueError(f"tokens {short(owner[i])} and {short(text)} both have id {i}")
+            raise ValueError(f"tokens {shown(owner[i])} and {shown(text)} both have id {i}")
 
 
 # ---- the parts of tokenizer.json ----
@@ -460,12 +406,12 @@ def check_vocabulary(vocab, added):
 def check_model(model):
     kind = model.get("type", "BPE")  # GPT-2's older files leave it out
     if kind != "BPE" or model.get("byte_fallback"):
-        raise ValueError(f"{short(kind)} model with byte_fallback="
-                         f"{short(model.get('byte_fallback'))} is not byte-level BPE "
+        raise ValueError(f"{shown(kind)} model with byte_fallback="
+                         f"{shown(model.get('byte_fallback'))} is not byte-level BPE "
                          "(sentencepiece tokenizers are not supported)")
     for option in ("dropout", "continuing_subword_prefix", "end_of_word_suffix"):
         if model.get(option):
-            raise ValueError(f"BPE option {option}={short(model[option])} is not supported")
+            raise ValueError(f"BPE option {option}={shown(model[option])} is not supported")
 
 
 def read_merges(merges, vocab):
@@ -476,10 +422,10 @@ def read_merges(merges, vocab):
         if type(pair) is str:
             pair = pair.split(" ")
         if type(pair) is not list or len(pair) != 2 or {str} != set(map(type, pair)):
-            raise ValueError(f"merge {rank} is {short(merges[rank])}, must be two tokens")
+            raise ValueError(f"merge {rank} is {shown(merges[rank])}, must be two tokens")
         for token in (*pair, "".join(pair)):
             if token not in vocab:
-                raise ValueError(f"the vocabulary lacks token {short(token)} of merge {rank}")
+                raise ValueError(f"the vocabulary lacks token {shown(token)} of merge {rank}")
         ranks[tuple(pair)] = rank
     return ranks
 
@@ -505,7 +451,7 @@ def rank_tokens(vocab, merges, ignore):
             rank[token] = merges[parts]
         elif ignore and len(parts) == 2:
             # tiktoken would merge these two everywhere
-            raise ValueError(f"no merge makes token {short(token)}, and ignore_merges is true")
+            raise ValueError(f"no merge makes token {shown(token)}, and ignore_merges is true")
         elif ignore:
             rest.append(token)
     return single + sorted(rank, key=rank.get) + rest
@@ -570,7 +516,7 @@ def read_named(config):
         if isinstance(value, dict):
             value = value.get("content")
         if key in ("bos_token", "eos_token") and not isinstance(value, str | None):
-            raise ValueError(f"{key} is {short(value)}, must be text")
+            raise ValueError(f"{key} is {shown(value)}, must be text")
         # add_bos_token is a switch
         if key.endswith("_token") and value and isinstance(value, str):
             named[key] = value
@@ -582,9 +528,10 @@ def read_named(config):
 def read_template(path, config):
     """The compiled chat template, or None: chat_template.jinja, else the (default) one of
     tokenizer_config.json."""
-    source, name = read_text(os.path.join(path, "chat_template.jinja")), "chat_template.jinja"
-    if source is None:
-        source, name = config.get("chat_template"), "tokenizer_config.json"
+    source, name = config.get("chat_template"), "tokenizer_config.json"
+    file = os.path.join(path, "chat_template.jinja")
+    if os.path.exists(file):
+        source, name = read_text(file), "chat_template.jinja"
     with naming(path, name):
         if isinstance(source, list):
             source = {entry(t, "name", str): entry(t, "template", str) for t in source}
@@ -592,7 +539,7 @@ def read_template(path, config):
         if source is None:
             return None
         if type(source) is not str:
-            raise ValueError(f"chat_template is {short(source)}, must be text")
+            raise ValueError(f"chat_template is {shown(source)}, must be text")
         return Template(source)
 
 

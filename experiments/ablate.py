@@ -42,6 +42,7 @@ from types import SimpleNamespace
 
 import train
 from support.configurator import check_ranges, configure, help_if_asked, make_folder
+from support.jsonfile import read_json, shown
 from support.run import HELD, SIGNALS, hold, one_line_errors, tell, write_text
 
 ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
@@ -139,6 +140,8 @@ def read(path):
     """A log -> its rows, of whole lines: a kill may leave half a one. Raises ValueError, naming
     the line, for what train.py does not write: anything but JSON objects of finite numbers in
     the order of steps, an evaluation before the step of its number."""
+    if not os.path.isfile(path):  # a FIFO would be waited for
+        raise FileNotFoundError(f"{path} is missing, or is no regular file")
     rows, place = [], (-1, False)
     with open(path, "rb") as f:
         lines = [line for line in f if line.endswith(b"\n")]
@@ -177,29 +180,15 @@ def check_row(row):
         raise ValueError(f"a row of kind {kind} needs {', '.join(need)}")
 
 
-def read_json(*path):
-    """A dict, {} if there is no such file. Raises ValueError."""
-    path = os.path.join(*path)
-    if not os.path.exists(path):
-        return {}
-    with open(path, encoding="utf-8") as f:
-        try:
-            found = json.load(f)
-        except (ValueError, RecursionError) as e:
-            raise ValueError(f"{path}: {e}") from None
-    if not isinstance(found, dict):
-        raise ValueError(f"{path} holds no settings")
-    return found
-
-
 def recorded(where):
     """What settings.json says: {name of an arm: its arguments, seeds, steps}."""
-    arms = read_json(where, "settings.json")
+    file = os.path.join(where, "settings.json")
+    arms = read_json(file, {})
     for name, a in arms.items():
         if not (isinstance(a, dict) and type(a.get("args")) is type(a.get("start", "")) is str
                 and type(a.get("steps", "")) in (int, type(None)) and type(a.get("seeds")) is list
                 and all(type(seed) is int for seed in a["seeds"])):
-            raise ValueError(f"{os.path.join(where, 'settings.json')}: {name!r} needs args (text), "
+            raise ValueError(f"{file}: {shown(name)} needs args (text), "
                              "seeds (a list of ints), steps (an int or null), start (text)")
     return arms
 
@@ -225,11 +214,11 @@ def decide(path, c):
     log = read(os.path.join(path, "log.jsonl")) if has("log.jsonl") else []
     if not has("ckpt.pt") and not ended(log):
         return "--overwrite=True"
-    was = read_json(path, "config.json")
+    was = read_json(os.path.join(path, "config.json"), {})
     for k in sorted(vars(c).keys() - train.MAY_CHANGE - {"seed"} | {"eval_problems"}):
         if was.get(k) != getattr(c, k) != "auto":  # auto: whatever it was
-            raise ValueError(f"{k} was {was.get(k)!r} in the run in {path!r}, now it is "
-                             f"{getattr(c, k)!r}: choose another --out")
+            raise ValueError(f"{k} was {shown(was.get(k))} in the run in {path!r}, now it is "
+                             f"{shown(getattr(c, k))}: choose another --out")
     if log and log[-1]["step"] > c.steps:
         raise ValueError(f"the run in {path!r} has done {log[-1]['step']} steps already, "
                          f"steps={c.steps}: choose another --out")
@@ -397,7 +386,7 @@ def find_logs(where):
             found.setdefault(folder(match[1]), {})[seed] = os.path.join(where, path)
     alone = os.path.join(where, "log.jsonl")
     if os.path.isfile(alone):
-        seed = read_json(where, "config.json").get("seed", 0)
+        seed = read_json(os.path.join(where, "config.json"), {}).get("seed", 0)
         if type(seed) is not int:
             raise ValueError(f"{where}/config.json: seed must be an int, got {seed!r:.40}")
         found.setdefault(folder(os.path.basename(os.path.abspath(where))), {})[seed] = alone

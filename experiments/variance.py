@@ -70,6 +70,7 @@ from kvcache import Eviction
 from model import Transformer, find_checkpoint
 from rollout import generate
 from support.configurator import configure, help_if_asked, make_folder, parse
+from support.jsonfile import read_json
 from support.run import choose_device, one_line_errors, say, tell, write_text
 
 OWN = dict(
@@ -565,12 +566,8 @@ def as_lists(raw):
 
 
 def read_measurement(file):
-    with open(file, encoding="utf-8") as f:
-        try:
-            res = json.load(f)
-        except (ValueError, RecursionError) as e:
-            raise ValueError(f"{file}: {e}") from None
-    if not isinstance(res, dict) or not {"weight", "gradient", "lengths"} <= res.keys():
+    res = read_json(file)
+    if not {"weight", "gradient", "lengths"} <= res.keys():
         raise ValueError(f"{file} holds no measurement of this program")
     try:
         tables(res)

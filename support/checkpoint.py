@@ -103,18 +103,21 @@ def write_checkpoint(path, state, previous=None):
 
 
 def read_checkpoint(path):
-    """-> state, on the CPU. Raises ValueError for a file that is not as it was written."""
+    """-> state, on the CPU. Raises FileNotFoundError or, for a file that is not as it was written,
+    ValueError, which name it."""
+    if not os.path.isfile(path):  # a FIFO would be waited for
+        raise FileNotFoundError(f"{path} does not exist, or is no regular file")
     crc, size = 0, os.path.getsize(path) - LENGTH
     with open(path, "rb") as f:
         for start in range(0, size, 2**24):
             crc = zlib.crc32(f.read(min(2**24, size - start)), crc)
         if f.read() != TRAILER % crc:
-            raise ValueError("its checksum is not that of its bytes")
+            raise ValueError(f"{path} is damaged: its checksum is not that of its bytes")
     try:
         return torch.load(path, map_location="cpu", weights_only=True)
     except Exception as e:  # whole, but not written here: whatever its first wrong byte leads to
         reason = " ".join(str(e).split())[:200]
-        raise ValueError(f"{type(e).__name__}: {reason}") from None
+        raise ValueError(f"{path} is damaged: {type(e).__name__}: {reason}") from None
 
 
 def fingerprint(*paths):

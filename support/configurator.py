@@ -23,6 +23,7 @@ import tempfile
 import tokenize
 from types import ModuleType
 
+from support.jsonfile import shown
 from support.run import tell
 
 LARGEST = 1_000_000  # bytes of a config file
@@ -48,8 +49,8 @@ def configure(defaults, argv, choices=None, refused=None):
 
 
 def printable(text):
-    """Text as it is, or quoted if it would not be seen or would break a line."""
-    return text if text and text.isprintable() else repr(text)
+    """Text as it is; quoted if it would not be seen or would break a line, cut if it is long."""
+    return text if text.isprintable() and 0 < len(text) <= 300 else shown(text)
 
 
 def check(key, value, where, defaults, choices=None, refused=None):
@@ -72,18 +73,19 @@ def check(key, value, where, defaults, choices=None, refused=None):
     if want is float and not math.isfinite(value):
         raise ValueError(f"{where}: {key} must be a finite number, got {value}")
     if want is str and CONTROL.search(value):
-        raise ValueError(f"{where}: {key} holds a control character: {value!r:.80}")
+        raise ValueError(f"{where}: {key} holds a control character: {shown(value)}")
     if want is str and value.startswith("~"):
         value = os.path.expanduser(value)  # a shell does it only where a word begins
     if choices and key in choices and value not in choices[key]:
-        raise ValueError(f"{where}: {key} must be one of {', '.join(choices[key])}, got {value!r}")
+        raise ValueError(f"{where}: {key} must be one of {', '.join(choices[key])}, got "
+                         f"{shown(value)}")
     return value
 
 
 def unknown(key, where, defaults):
-    written = key.lower().replace("-", "_")
+    written = key.lower().replace("-", "_")[:100]
     near = difflib.get_close_matches(written, defaults, n=1, cutoff=0.0)[0]
-    text = f"{where}: unknown key {key!r}; the nearest is {near!r}"
+    text = f"{where}: unknown key {shown(key)}; the nearest is {near!r}"
     if not where.startswith(("--", "'--")):
         text += " (a helper's name begins with _)"
     return text
@@ -135,11 +137,10 @@ def read_file(path, defaults):
         why = " ".join([type(e).__name__, *str(e).split()])
         raise ValueError(f"{where}{line}: {why:.300}") from None
     for node in bare_annotations(tree):
-        key, at = ast.unparse(node.target), f"{where}, line {node.lineno}"
+        key, at = node.target.id, f"{where}, line {node.lineno}"
         if key not in defaults:
             raise ValueError(unknown(key, at, defaults))
-        raise ValueError(f"{at}: {key}: {ast.unparse(node.annotation)} sets nothing; write "
-                         f"{key} = value")
+        raise ValueError(f"{at}: what stands behind {key}: sets nothing; write {key} = value")
     return {key: value for key, value in scope.items()
             if not key.startswith("_") and not isinstance(value, ModuleType)}
 
@@ -148,8 +149,9 @@ def bare_annotations(node):
     """Lines such as `lr: 1e-3`, which Python takes and forgets; not those of functions and
     classes."""
     for child in ast.iter_child_nodes(node):
-        if isinstance(child, ast.AnnAssign) and child.value is None:
-            yield child
+        if isinstance(child, ast.AnnAssign):
+            if child.value is None and isinstance(child.target, ast.Name):
+                yield child
         elif not isinstance(child, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)):
             yield from bare_annotations(child)
 

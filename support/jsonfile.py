@@ -1,31 +1,54 @@
 """
-JSON files from outside: an object or one line that says what is wrong with the file.
+JSON from outside: an object and values of the type that is wanted, or one line that says which file
+or key is wrong.
 """
 import json
 import os
 
-DEPTH = 100  # levels; what is read must be written again, which Python does by recursion
+LARGEST = 2**25  # bytes of a file
+DEPTH = 100      # levels; what is read must be written again, which Python does by recursion
+KINDS = {bool: "true or false", int: "an integer", float: "a number", str: "text",
+         list: "a list", dict: "an object"}
 
 
-def read_json(file):
-    """-> dict. Raises FileNotFoundError or ValueError, one line that names the file, for what is
-    no JSON object, is nested deeper than DEPTH or holds a key twice."""
+def read_json(file, default=None):
+    """-> dict; the default, if one is given, where there is no file. Raises FileNotFoundError or
+    ValueError, one line that names the file."""
+    if default is not None and not os.path.exists(file):
+        return default
+    return parse_object(read_text(file), file)
+
+
+def read_text(file):
+    """What a text file holds. Raises FileNotFoundError or ValueError, which names it."""
     if not os.path.isfile(file):  # a FIFO would be waited for
-        raise FileNotFoundError(f"{file} is missing, or is no file")
+        raise FileNotFoundError(f"{file} is missing, or is no regular file")
+    if os.path.getsize(file) > LARGEST:
+        raise ValueError(f"{file} has {os.path.getsize(file):,} bytes, at most {LARGEST:,} are "
+                         "read")
     try:
-        with open(file, encoding="utf-8") as f:
-            found = json.load(f, object_pairs_hook=once)
+        with open(file, encoding="utf-8-sig") as f:
+            return f.read()
+    except UnicodeDecodeError:
+        raise ValueError(f"{file} is not text in UTF-8") from None
+
+
+def parse_object(text, name):
+    """-> dict. Raises ValueError, naming what the text is, for what is no JSON object, is nested
+    deeper than DEPTH or holds a key twice."""
+    try:
+        found = json.loads(text, object_pairs_hook=once)
     except (ValueError, RecursionError) as e:
         why = " ".join(str(e).split())[:200]
-        raise ValueError(f"{file} is not valid JSON: {why}") from None
+        raise ValueError(f"{name} is not valid JSON: {why}") from None
     if not isinstance(found, dict):
-        raise ValueError(f"{file} must hold a JSON object {{...}}, got {shown(found)}")
+        raise ValueError(f"{name} must hold a JSON object {{...}}, got {shown(found)}")
     level = [found]
     for _ in range(DEPTH):
         level = [y for x in level for y in (x.values() if isinstance(x, dict) else x)
                  if isinstance(y, (dict, list))]
     if level:
-        raise ValueError(f"{file} is nested deeper than {DEPTH} levels")
+        raise ValueError(f"{name} is nested deeper than {DEPTH} levels")
     return found
 
 
@@ -39,8 +62,23 @@ def once(pairs):
     return found
 
 
+def entry(raw, key, kind, default=None):
+    """raw[key], or the default where it is absent or null. Raises ValueError unless it is of the
+    kind: bool, int, float (an int will do), str, list or dict."""
+    value = raw.get(key)
+    if value is None:
+        value = default
+    if value is None:
+        raise ValueError(f"{key} is missing or null")
+    kinds = (int, float) if kind is float else kind
+    # to Python true is a 1
+    if not isinstance(value, kinds) or isinstance(value, bool) != (kind is bool):
+        raise ValueError(f"{key} must be {KINDS[kind]}, got {shown(value)}")
+    return value
+
+
 def shown(value):
-    """A value of a JSON file for an error message: one line and short."""
+    """A value from outside for an error message: one line and short."""
     if isinstance(value, dict):
         return "an object"
     if isinstance(value, list):

@@ -70,22 +70,22 @@ class Masters:
                     optimizer=self.optimizer.state_dict())
 
     @torch.no_grad()
-    def load(self, state):
-        """Raises ValueError for anything but the state of such a model."""
+    def load(self, state, name="ckpt.pt"):
+        """Raises ValueError, naming the file, for anything but the state of such a model."""
         saved = state.get("masters")
         if not isinstance(saved, list) or not all(isinstance(x, torch.Tensor) for x in saved):
-            raise ValueError("the checkpoint's learner holds no list of tensors named masters")
+            raise ValueError(f"{name}: learner holds no list of tensors named masters")
         if [m.shape for m in self.masters] != [x.shape for x in saved]:
-            raise ValueError("the checkpoint's weights have other shapes than the model")
+            raise ValueError(f"{name}: its weights have other shapes than the model")
         if not all(x.is_floating_point() and x.isfinite().all() for x in saved):
-            raise ValueError("the checkpoint's weights are not finite numbers")
+            raise ValueError(f"{name}: its weights are not finite numbers")
         try:
             self.optimizer.load_state_dict(state["optimizer"])
             fits = all(map(self.has_moments, self.masters))
         except (KeyError, TypeError, ValueError, AttributeError, RuntimeError):
             fits = False
         if not fits:
-            raise ValueError("the checkpoint's optimizer state does not fit the model")
+            raise ValueError(f"{name}: its optimizer state does not fit the model")
         for master, x in zip(self.masters, saved):
             master.copy_(x)
         self.copy_down()

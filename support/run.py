@@ -18,6 +18,7 @@ from contextlib import contextmanager, suppress
 import torch
 
 from support.checkpoint import read_checkpoint, sync, write_checkpoint, write_text
+from support.jsonfile import read_json, shown
 
 try:
     import fcntl
@@ -83,6 +84,8 @@ def one_line_errors(*kinds, also=None):
         yield
     except kinds as e:
         line = f"error: {e}"
+        if len(line) > 2000:  # such as a path that is too long for the system
+            line = f"{line[:1000]} ... {line[-900:]}"
         if also:
             line += also()
         sys.exit(" ".join(line.splitlines()))
@@ -141,11 +144,9 @@ def hold(out_dir):
 def is_of_a_run(path):
     """Is this a config.json that a run wrote, and not, say, a model's?"""
     try:
-        with open(path, encoding="utf-8") as f:
-            c = json.load(f)
-    except (OSError, ValueError, RecursionError):
+        return {"out_dir", "resume", "overwrite", "steps"} <= read_json(path).keys()
+    except (OSError, ValueError):
         return False
-    return isinstance(c, dict) and {"out_dir", "resume", "overwrite", "steps"} <= c.keys()
 
 
 class Run:
@@ -211,12 +212,10 @@ class Run:
 
     def read_checkpoint(self):
         c, path = self.c, self.path("ckpt.pt")
-        if not os.path.exists(path):
-            raise FileNotFoundError(f"resume: {path} does not exist: {self.older()}")
         try:
             state = read_checkpoint(path)
-        except ValueError as e:
-            raise ValueError(f"resume: {path} is damaged: {e}; {self.older()}") from None
+        except (FileNotFoundError, ValueError) as e:
+            raise type(e)(f"resume: {e}; {self.older()}") from None
         for key, kind in LAYOUT.items():
             found = state.get(key) if isinstance(state, dict) else None
             if type(found) is not kind:
@@ -224,13 +223,13 @@ class Run:
                                  f"got {type(found).__name__}; {self.older()}")
         sizes = [state["sizes"].get(name) for name in GROWING]
         if min(state["step"], *(n if type(n) is int else -1 for n in sizes)) < 0:
-            raise ValueError(f"resume: {path}: step {state['step']} and sizes {sizes} must be "
-                             f"whole numbers from 0; {self.older()}")
+            raise ValueError(f"resume: {path}: step {state['step']} and sizes {sizes!s:.100} must "
+                             f"be whole numbers from 0; {self.older()}")
         was = state["config"]
         for key, value in vars(c).items():
             if key not in self.may_change and was.get(key) != value:
-                raise ValueError(f"resume: {key} was {was.get(key)!r} in the run in {c.out_dir!r}, "
-                                 f"now it is {value!r}")
+                raise ValueError(f"resume: {key} was {shown(was.get(key))} in the run in "
+                                 f"{c.out_dir!r}, now it is {shown(value)}")
         for key, value in self.identity.items():
             if state["identity"].get(key) != value:
                 raise ValueError(f"resume: {key} {getattr(c, key)!r} has other contents now than "
@@ -255,6 +254,8 @@ class Run:
         path, size = self.path(name), self.sizes[name]
         there = 0
         if os.path.exists(path):
+            if not os.path.isfile(path):  # a FIFO would be waited for
+                raise ValueError(f"resume: {path} is no regular file")
             there = os.path.getsize(path)
         if there < size:
             tell(f"{path} lacks some of what was written before step {self.step}")

@@ -385,7 +385,7 @@ def test_a_run_that_ends_without_a_log_has_failed(fake, capsys, monkeypatch):
     (out / "fake.py").write_text("print('I did nothing')")
     monkeypatch.setattr(ablate, "TRAIN", str(out / "fake.py"))
     assert run("--seeds=1")[0] == 1
-    assert capsys.readouterr().out.count("failed after 0.0 min: [Errno 2] No such file") == 2
+    assert capsys.readouterr().out.count("log.jsonl is missing, or is no regular file") == 2
 
 
 def test_cards(monkeypatch):
@@ -648,3 +648,14 @@ def test_damaged_files_are_named(name, text, tmp_path):
     with pytest.raises(SystemExit) as e:
         ablate.main(["--table", f"--out={tmp_path}"])
     assert str(e.value).startswith(f"error: {tmp_path / name}") and "\n" not in str(e.value)
+
+
+def test_pipes_are_refused(tmp_path):
+    """Reading one would wait for ever."""
+    for name in ("log.jsonl", "settings.json"):
+        os.mkfifo(tmp_path / name)
+    with pytest.raises(FileNotFoundError, match="log.jsonl .*is no regular file"):
+        ablate.read(str(tmp_path / "log.jsonl"))
+    with pytest.raises(FileNotFoundError, match="settings.json .*is no regular file"):
+        ablate.recorded(str(tmp_path))
+    assert ablate.recorded(str(tmp_path / "nothing")) == {}  # control

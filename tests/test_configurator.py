@@ -25,8 +25,8 @@ def read(tmp_path, text):
 # config files
 
 @pytest.mark.parametrize("text, says", [
-    ("lr: 1e-3", "line 1: lr: 0.001 sets nothing; write lr = value"),
-    ("steps = 3\nif steps:\n    lr: float", "line 3: lr: float sets nothing"),
+    ("lr: 1e-3", "line 1: what stands behind lr: sets nothing; write lr = value"),
+    ("steps = 3\nif steps:\n    lr: float", "line 3: what stands behind lr: sets nothing"),
     ("lrr: 1e-3", "line 1: unknown key 'lrr'; the nearest is 'lr'"),
     ("lrr: float = 1e-3", "unknown key 'lrr'; the nearest is 'lr'"),
     ("LR = 1e-3", "unknown key 'LR'; the nearest is 'lr'"),
@@ -221,3 +221,17 @@ def test_the_settings_are_json():
     argv = [f"--{key}={value}" for key, value in train.DEFAULTS.items()]
     assert configure(train.DEFAULTS, argv) == train.DEFAULTS
     assert json.loads(json.dumps(train.DEFAULTS)) == train.DEFAULTS
+
+
+def test_messages_are_short_however_long_the_value(tmp_path):
+    """In an option, its key, a file's name and a file; a path of 200 characters is shown whole."""
+    long, file = "x" * 5000, tmp_path / "mine.py"
+    for line in (f"evict = {long!r}", f"lr = {long!r}", f"lr: {long!r}", f"{long} = 1",
+                 f"{long}: 1", f"lr: {'-' * 500}1", f"task = {long!r}", f"raise OSError({long!r})"):
+        file.write_text(line)
+        for argv in ([str(file)], [f"--{line.replace(' = ', '=')}"], [long]):
+            with pytest.raises(ValueError) as e:
+                train.settings(argv)
+            assert 0 < len(str(e.value)) < 1000
+    with pytest.raises(ValueError, match="^" + "y" * 200 + ".py: no such config file"):
+        train.settings(["y" * 200 + ".py"])

@@ -499,7 +499,7 @@ def test_refuses_incomplete_configs(tmp_path):
         (tmp_path / "config.json").write_text(text)
         refused(tmp_path, ValueError, "config.json.*" + why)
     (tmp_path / "config.json").write_bytes(b"\xff\xfe")
-    refused(tmp_path, ValueError, "config.json is not valid JSON")
+    refused(tmp_path, ValueError, "config.json is not text in UTF-8")
     os.remove(tmp_path / "config.json")
     refused(tmp_path, FileNotFoundError, "holds no config.json")
     os.mkfifo(tmp_path / "config.json")  # to open it would be to wait
