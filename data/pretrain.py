@@ -25,11 +25,11 @@ threads rounds differently, and the result differs a little.
 
 Left out on purpose: learning-rate decay, validation loss, resuming.
 """
+import argparse
 import json
 import os
 import random
 import re
-import sys
 import time
 
 import torch
@@ -291,4 +291,7 @@ def main(out_dir=TINY):
 
 
 if __name__ == "__main__":
-    main(*sys.argv[1:])
+    a = argparse.ArgumentParser(prog="python -m data.pretrain",
+                                description="make the embedded checkpoint again (7 minutes)")
+    a.add_argument("folder", nargs="?", default=TINY)
+    main(a.parse_args().folder)

@@ -22,6 +22,7 @@ and units need a rule of your own. A thought (<think> ... </think>) is never the
 Left out on purpose: RULER's essays (a download), its multi-answer variants (no partial
 credit in the reward), word counting.
 """
+import functools
 import hashlib
 import json
 import math
@@ -31,6 +32,8 @@ import re
 import unicodedata
 from dataclasses import dataclass, replace
 from decimal import Decimal, InvalidOperation
+
+import numpy as np
 
 THINGS = """anchor apple arrow badge ball banner barrel basket bell blanket boat bottle bowl box
 bridge broom brush bucket button cabin camera candle carpet castle chain chair clock coat coin
@@ -356,9 +359,15 @@ def file_problem(splits, split, seed, index):
     check_split(split)
     pool = splits[split]
     lap, at = divmod(index, len(pool))
-    if split == "eval":
-        return pool[at]
-    return random.Random(f"file/{seed}/{lap}").sample(pool, len(pool))[at]
+    if split == "train":
+        at = shuffled(len(pool), seed, lap)[at]
+    return pool[at]
+
+
+@functools.lru_cache(2)  # a step may hold the end of one pass and the beginning of the next
+def shuffled(n, seed, lap):
+    """The order of n problems in a pass over them."""
+    return random.Random(f"file/{seed}/{lap}").sample(range(n), n)
 
 
 # rewards: a rule maps (text, gold answer) to True or False
@@ -370,20 +379,22 @@ DIGITS = (r"(?:\d{1,3}(?:[,'’\u00a0\u2009\u202f]\d{3})+(?!\d)|\d+)(?:\.\d+)?"
 # no digits of a name or an exponent (X7, x^2); a minus is a sign unless something stands right
 # before it; 3e4, 3 x 10^4 and 2^10 are one number each
 NUMBER = re.compile(
-    r"(?P<sign>(?<![\w)\]}^{])[-+])?[$€£]?(?<![A-Za-z_\d^])(?<!\d\.)(?<!\^\{)(?<!\^[-+])"
+    r"(?P<sign>(?<![\w)\]}^])(?<!\^\{)[-+])?[$€£]?"
+    r"(?<![A-Za-z_\d^])(?<!\d\.)(?<!\^\{)(?<!\^[-+])(?<!\^\{[-+])"
     rf"(?:(?:(?P<times>{DIGITS})\s*[x×·*]\s*)?(?P<base>{DIGITS})\s*\^\s*\{{?(?P<power>[-+]?\d+)"
     rf"|(?P<digits>{DIGITS})(?:[eE](?P<exponent>[-+]?\d+))?)", re.ASCII)
-# what may stand between alternatives: "41, or maybe 42"
-HEDGE = re.compile(r"(?:[\s,;/|&*()\-–]|or|and|maybe|perhaps)*")
+# what may stand between alternatives, "41, or maybe 42", and within what is no number: 12:30
+HEDGE = re.compile(r"(?:[\s,;/|&*()\-–]|or|and|maybe|perhaps)*|:")
 # minus, hyphens, en dash, full-width -> the ASCII sign
 MINUS = dict.fromkeys(map(ord, "\u2212\u2010\u2011\u2013\ufe63\uff0d"), "-")
+WIDE = dict(zip(map(ord, "０１２３４５６７８９"), "0123456789"))
 SUPERSCRIPTS = str.maketrans("⁰¹²³⁴⁵⁶⁷⁸⁹⁻⁺", "0123456789-+")
 
 
 def plain(text):
     """The ways in which LaTeX and typography write numbers and spaces, written plainly:
     9{,}500, 9\\,500, 9~500, \\$5, 3 \\times 10^{4}, 10⁴, \\frac{1}{2}, −5."""
-    text = text.replace("{,}", ",").translate(MINUS)
+    text = text.replace("{,}", ",").translate(MINUS | WIDE)
     text = re.sub(r"(?<=\d)(?:\\[,;:! ]|~)(?=\d{3}(?!\d))", ",", text)
     text = re.sub(r"\\[dt]?frac\{([^{}]*)\}\{([^{}]*)\}", r"\1/\2", text)
     text = re.sub(r"\\([$%])", r"\1", text)
@@ -422,6 +433,7 @@ def exact(text, gold):
 
 def words(text):
     text = unicodedata.normalize("NFC", plain(text)).casefold()
+    text = re.sub(r"\\(?:boxed|text|mathrm)\{([^{}]*)\}", r"\1", text)
     text = re.sub(r"\s*=\s*", "=", " ".join(text.split()))
     return text.strip(" .,:;!?\"'`*()[]“”‘’")
 
@@ -469,7 +481,7 @@ def reward(problem, text):
     if not text:
         return 0.0
     earned = rule(text, problem.answer)
-    if hasattr(earned, "item"):  # numpy's bool and the like
+    if isinstance(earned, np.generic):  # numpy's bool and the like
         earned = earned.item()
     if not isinstance(earned, (bool, int, float)) or not math.isfinite(earned):
         raise ValueError(f"the rule of task {problem.task} returns {earned!r}, must be True, "

@@ -3,6 +3,7 @@ import json
 import os
 import re
 
+import numpy as np
 import pytest
 
 from data import tasks
@@ -77,7 +78,11 @@ def test_last_number(text, want):
     # exponents
     ("1e-05", [1e-5]), ("1.2E3", [1200]), ("-1e+2", [-100]), ("3 x 10^4", [30000]),
     (r"3 \times 10^{4}", [30000]), (r"-2.5\cdot10^{-2}", [-0.025]), ("3 × 10⁴", [30000]),
-    ("3 · 10⁻²", [0.03]), ("3*10**4", [30000]), ("10^4", [10000]), ("2^10", [2, 10]),
+    ("3 · 10⁻²", [0.03]), ("3*10**4", [30000]), ("10^4", [10000]), ("2^10", [1024]),
+    ("5x10⁴", [50000]), ("-2^10", [-1024]), ("5²", [25]), ("10**-3", [0.001]), ("x^2", []),
+    ("x^{-2}", []), ("x² + 1", [1]), ("2^3-5", [8, 5]), (r"\boxed{-5}", [-5]),
+    (r"\frac{1}{5}", [1, 5]), ("1'000", [1000]), ("1’000", [1000]), (r"9\ 500", [9500]),
+    ("9~500", [9500]), ("１２", [12]),
     ("2 x 10 = 20", [2, 10, 20]), ("7e", [7]), ("a5e3", []), ("4e3km", [4000])])
 def test_numbers(text, want):
     assert [float(n) for n, _, _ in numbers(text)] == want
@@ -95,11 +100,16 @@ JUDGED = [  # gold, text, what it earns
     (r"3 \times 10^{4}", "3e4", 1), ("10", "3 × 10⁴", 0),
     ("50%", "50", 1), ("50%", r"50\%", 1), ("50%", "0.5", 0), ("5.", "5", 1), ("5 €", "5", 1),
     ("+5", "5", 1), ("+5", "-5", 0), ("1", "1e99999999999999999999", 0),
+    # a part of a number is none
+    ("5", "5x10⁴", 0), ("50000", "5x10⁴", 1), ("500", "9~500", 0), ("0", "1'000", 0),
+    ("10", "2^10", 0), ("5", "5²", 0), ("30", "12:30", 0), ("2", "x^2", 0), ("9", "9^9999999", 0),
+    ("5", r"\frac{1}{5}", 0), ("12", "so: 12", 1), ("12", "１２", 1),
     # letters and units are judged word for word
     ("B", "B", 1), ("B", "(b).", 1), ("B", "The answer is B", 0), ("B", "A or B", 0),
     ("x=3", "x = 3", 1), ("x = 3", "X=3.", 1), ("x=3", "3", 0), ("x=3", "x = 4", 0),
     ("12 km", "12 km", 1), ("12 km", "12", 0), ("12 km", "12km", 0), ("12", "12 km", 1),
-    ("1/2", "1/2", 1), ("1/2", "0.5", 0), ("é", "e\u0301", 1), ("é", "e", 0),
+    ("B", r"\boxed{B}", 1), ("B", r"\boxed{C}", 0), ("1/2", "1/2", 1), ("1/2", "0.5", 0),
+    ("é", "e\u0301", 1), ("é", "e", 0),
     ("well-known", "well‑known", 1), ("Paris", "“Paris”", 1)]
 
 
@@ -150,8 +160,10 @@ def test_stop_tokens_are_left_out_by_id(tmp_path):
 
 
 @pytest.mark.parametrize("earned, want", [(True, 1.0), (False, 0.0), (1, 1.0), (0.25, 0.25),
-                                          (float("nan"), None), (float("inf"), None), (None, None),
-                                          ("1", None), ([1], None)])
+                                          (np.bool_(True), 1.0), (np.float32(0.25), 0.25),
+                                          (np.float32("nan"), None), (float("nan"), None),
+                                          (float("inf"), None), (None, None), ("1", None),
+                                          ([1], None), (np.zeros(2), None)])
 def test_what_a_rule_may_return(monkeypatch, earned, want):
     def rule(text, gold):
         return earned
