@@ -154,8 +154,10 @@ def check_log(rollout):
         raise ValueError(f"the log does not fit {B} prompts x {G} samples x {R} tokens: "
                          f"{len(rollout.prompts)} prompts, kept for {len(rollout.kept)}, until "
                          f"{tuple(rollout.until.shape)}, lengths {tuple(rollout.lengths.shape)}")
-    if not 0 <= rollout.temperature < float("inf"):
-        raise ValueError(f"temperature must be finite and not negative, got {rollout.temperature}")
+    check_integers(tokens=rollout.tokens, lengths=rollout.lengths, until=rollout.until)
+    T = rollout.temperature
+    if not isinstance(T, (int, float)) or not 0 <= T < float("inf"):
+        raise ValueError(f"temperature must be finite and not negative, got {T!r}")
     sizes = [len(prompt) for prompt in rollout.prompts]
     for b, (P, sampled) in enumerate(zip(sizes, rollout.sizes or sizes)):
         if P < 1 or P != sampled:
@@ -164,7 +166,17 @@ def check_log(rollout):
     shortest, longest = min(map(min, lengths)), max(map(max, lengths))
     if shortest < 1 or longest > R:
         raise ValueError(f"response lengths must be 1 to {R}, got {shortest} to {longest}")
+    born = torch.arange(R, device=rollout.until.device)
+    if not ((rollout.until > born) | ~rollout.mask).all():
+        raise ValueError("until of response token t must be above t: its own query sees its key")
     return lengths
+
+
+def check_integers(**tensors):
+    for name, x in tensors.items():
+        if not torch.is_tensor(x) or x.is_floating_point():
+            got = x.dtype if torch.is_tensor(x) else type(x).__name__
+            raise ValueError(f"{name} must be a tensor of integers, got {got}")
 
 
 def kept_slots(rollout):
@@ -179,8 +191,11 @@ def kept_slots(rollout):
             positions, counts = kept.flatten(), kept.shape[2]
         else:
             heads = [positions for heads in kept for positions in heads]
+            for positions in heads:
+                check_integers(kept=positions)
             positions = torch.cat(heads)                                  # (n,)
             counts = torch.tensor([len(x) for x in heads], device=positions.device)
+        check_integers(kept=positions)
         head = torch.arange(L * nkv, device=positions.device).repeat_interleave(
             counts, output_size=len(positions))                           # (n,)
         slot = head * len(prompt) + positions
@@ -219,6 +234,10 @@ def replay(model, rollout, policies=("dense", "shadow"), distill_to=None, stats=
     if packed.until.shape != need:
         raise ValueError(f"the log holds lifetimes {tuple(packed.until.shape)}, the model needs "
                          f"{need}: (layers, KV heads, rows)")
+    longest = max(map(len, rollout.prompts)) + rollout.tokens.shape[2]
+    if longest > c.max_pos:
+        raise ValueError(f"prompt and response have up to {longest} tokens, the model's context is "
+                         f"{c.max_pos}")
     check_tokens(packed.ids, targets, model)
     # one preparation for all layers saves thousands of small launches; of very long rows its lists
     # would be large

@@ -378,9 +378,19 @@ def test_pack_refuses(model):
             (kept, with_kept(r, 1, lambda k: k[[0, 0, 1, 2]])),
             (kept, with_kept(r, 0, lambda k: k.flip(0))),
             (kept, with_kept(r, 1, lambda k: k + 1)),
-            ("not given for 3 layers and 2 KV heads", replace(r, kept=two_layers))):
+            ("not given for 3 layers and 2 KV heads", replace(r, kept=two_layers)),
+            ("kept must be a tensor of integers, got torch.float32",
+             replace(r, kept=[r.kept[0].float(), r.kept[1]])),
+            ("kept must be a tensor of integers, got list",
+             replace(r, kept=[r.kept[0].tolist(), r.kept[1]])),
+            ("lengths must be a tensor of integers", replace(r, lengths=r.lengths.float())),
+            ("tokens must be a tensor of integers", replace(r, tokens=r.tokens.float())),
+            ("until must be a tensor of integers", replace(r, until=r.until.float())),
+            ("temperature must be finite and not negative, got '1'", replace(r, temperature="1")),
+            ("until of response token t must be above t", replace(r, until=r.until * 0 + 3))):
         with pytest.raises(ValueError, match=say):
             pack(wrong)
+    assert (pack(replace(r, until=r.until * 0 + 4)).until == pack(r).until).all()  # the last one
     for policies in ((), ("sparse",), ("dense", "dense")):
         with pytest.raises(ValueError, match="policies are 'dense' and 'shadow', each at most"):
             pack(r, policies)
@@ -595,6 +605,13 @@ def test_replay_refuses():
         with pytest.raises(ValueError, match=message):
             replay(model, wrong)
     replay(model, replace(r, tokens=torch.where(r.mask, r.tokens, 99)))  # past the end
+    for size, message in ((505, None), (506, "up to 513 tokens, the model's context is 512")):
+        long = replace(logged(B=1), prompts=[[1] * size])
+        if message is None:
+            replay(model, long)
+            continue
+        with pytest.raises(ValueError, match=message):
+            replay(model, long)
 
 
 def test_no_grad_replay_is_the_same():
