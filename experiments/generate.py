@@ -22,6 +22,7 @@ from kvcache import EVICT, SPREAD, Eviction
 from model import Transformer, find_checkpoint
 from rollout import generate
 from support.configurator import Arguments, check_ranges
+from support.jsonfile import parse_object
 from support.run import choose_device, one_line_errors, tell
 
 TINY = os.path.join(os.path.dirname(os.path.dirname(os.path.abspath(__file__))), "data", "tiny")
@@ -32,6 +33,8 @@ def arguments(argv=None):
     a = Arguments(prog="generate", description="generate under a compressed KV cache")
     a.add_argument("--prompt", required=True, help="what the user says")
     a.add_argument("--model", default=TINY, type=os.path.expanduser, help="a folder or a hub name")
+    a.add_argument("--template", default="",
+                   help='more arguments for the chat template: {"enable_thinking": false}')
     a.add_argument("--device", default="auto",
                    help="auto: cuda if there is one; cpu (float32), cuda or cuda:N (bfloat16)")
     a.add_argument("--group", default=1, type=int, help="samples")
@@ -65,7 +68,7 @@ def run(a):
     tok = Tokenizer(folder)
     net = Transformer.from_pretrained(folder, device=a.device, dtype=getattr(torch, a.dtype))
     net.use_tokens(len(tok), tok.absent)
-    ids = prompt_encoder(tok)(a.prompt)
+    ids = prompt_encoder(tok, parse_object(a.template or "{}", "template"))(a.prompt)
     if len(ids) + a.max_new_tokens > net.config.max_pos:
         raise ValueError(f"a prompt of {len(ids)} tokens and max_new_tokens={a.max_new_tokens} "
                          f"exceed the model's context of {net.config.max_pos}")

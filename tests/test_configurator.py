@@ -3,10 +3,12 @@
 import json
 import os
 import re
+import shutil
 
 import pytest
 
 import train
+from conftest import ROOT
 from experiments import ablate, bench, draw, generate, variance
 from support.configurator import Arguments, configure, describe, make_folder, parse
 
@@ -192,6 +194,7 @@ def test_folders_that_cannot_be_written(tmp_path):
     (["--budget=5"], "budget 5 must be above"), (["--device=foo"], "device must be auto"),
     (["--model=/no/where"], "neither a local folder"),
     (["--response_budget=-1"], "response_budget"),
+    (["--template=[1]"], "template must"), (["--template={\"a\": 1}"], "has no chat template"),
     (["--seed=-1"], "seed must be"), (["--max_new_tokens=5000"], "exceed the model's context")])
 def test_generate_refuses_in_one_line(argv, says, capsys):
     with pytest.raises(SystemExit, match=f"^error: [^\n]*{says}[^\n]*$"):
@@ -208,6 +211,19 @@ def test_generate_prints_the_answer(capsys):
     generate.main([*asked, "--budget=12"])  # control: too few keys
     answer, facts = capsys.readouterr().out.splitlines()
     assert "4817" not in answer and facts.startswith("[22 prompt tokens, 12 kept")
+
+
+def test_generate_hands_arguments_to_the_template(tmp_path, capsys):
+    folder = tmp_path / "model"
+    shutil.copytree(os.path.join(ROOT, "data", "tiny"), folder)
+    (folder / "chat_template.jinja").write_text(
+        "{{ messages[0].content }}{% if not short %} code code{% endif %}")
+    asked = ["--prompt=The code for pen is 4817", "--device=cpu", f"--model={folder}",
+             "--max_new_tokens=2", "--evict=none"]
+    generate.main([*asked])
+    assert "[10 prompt tokens" in capsys.readouterr().out
+    generate.main([*asked, '--template={"short": true}'])
+    assert "[8 prompt tokens" in capsys.readouterr().out
 
 
 def test_draw_names_a_picture(tmp_path):
