@@ -4,7 +4,8 @@ best/; what a signal does; and what a run prints.
 
 The idea. A folder belongs to one run and one process. A checkpoint knows how long log and samples
 were when it was written, and a resumed run cuts them back to that: wherever a run was cut, its
-files end as if it had not been. What cannot be printed is dropped: the log is the record. Nothing
+files end as if it had not been. A model's folder holds a list of what a run wrote there, for which
+step: only that is ever removed. What cannot be printed is dropped: the log is the record. Nothing
 here knows what is trained.
 """
 import json
@@ -186,7 +187,7 @@ def difference(was, c, identity, equal, where):
     """The first difference to a run that began before in `where`, "" if there is none. was: its
     config.json. identity: fingerprints of what settings name now. equal: settings that must be."""
     before = was.get("identity", {})
-    for key in identity.keys() & before.keys():
+    for key in sorted(identity.keys() & before.keys()):
         if identity[key] != before[key]:
             return (f"{key} {shown(getattr(c, key))} has other contents now than when the run in "
                     f"{where!r} began")
