@@ -38,7 +38,7 @@ from support.configurator import check_ranges, configure, help_if_asked
 from support.jsonfile import parse_object, shown
 from support.metrics import Metrics
 from support.optimizer import Masters
-from support.run import FILES, FOLDERS, Run, choose_device, memory_of, one_line_errors, say, tell
+from support.run import Run, choose_device, memory_of, one_line_errors, read_list, say, tell
 
 OBJECTIVES = {"grpo": GRPO, "ppo": PPO, "dpo": DPO}
 TINY = os.path.join(os.path.dirname(os.path.abspath(__file__)), "data", "tiny")
@@ -119,8 +119,8 @@ RANGES = dict(
     beta=(1e-6, 100), beta2=(0, 0.9999), weight_decay=(0, 1), grad_clip=(1e-6, 1e6),
     seed=(0, 2**40))
 MAY_CHANGE = {  # on resume; the last two because a run may end for want of memory
-    "resume", "overwrite", "out_dir", "device", "steps", "eval_every", "eval_problems",
-    "eval_batch", "save_every", "micro_rows", "checkpointing"}
+    "resume", "overwrite", "out_dir", "device", "steps", "eval_every", "eval_batch", "save_every",
+    "micro_rows", "checkpointing"}
 # smaller models gain no speed by bfloat16, and learn less: dtype=auto leaves them in float32
 BFLOAT16_FROM = 50_000_000  # parameters
 
@@ -360,12 +360,26 @@ def evaluate_both(c, run, net, tok, problems):
 def save(c, run, net, opt):
     """Write the checkpoint where it is due, then the model where it is the best so far: a run that
     is cut between the two comes back to the same step and writes it again."""
-    best = run.memory.get("best", {}).get("step") == run.step
-    due = best or run.step % c.save_every == 0 or run.finished or run.interrupted
+    best = run.memory.get("best", {})
+    is_best = best.get("step") == run.step
+    due = is_best or run.step % c.save_every == 0 or run.finished or run.interrupted
     if due and run.unsaved:
         run.save(opt.state())
-    if best:
-        run.write_model("best", net)
+    if is_best:
+        run.write_model("best", net, best["eval_compressed"])
+
+
+def check_best(run):
+    """After a resume: forget the best evaluation where best/ holds the model of another step, as it
+    does if a later checkpoint was given up, or none, and no more is known of it."""
+    evals, best = run.memory.get("evals", []), run.memory.get("best")
+    if best is None or best["step"] in (run.step, read_list(run.path("best"))[0]):
+        return
+    tell(f"{run.path('best')} does not hold the model of step {best['step']}, the best so far: "
+         "the best is looked for anew from here on")
+    del run.memory["best"]
+    if evals[-1]["step"] == run.step:  # its model is here
+        run.memory["best"] = evals[-1]
 
 
 def eviction_of(c, method=None):
@@ -407,9 +421,7 @@ def setup(argv):
     choose_device(c)
     folder = find_checkpoint(c.model)
     choose_dtype(c, folder)
-    check_inputs(c, folder)
-    run = Run(c, MAY_CHANGE, identity_of(c, folder))
-    run.source = folder
+    run = Run(c, MAY_CHANGE, identity_of(c, folder), inputs=dict(model=folder, task=c.task))
     tok = Tokenizer(folder)
 
     def load():
@@ -434,6 +446,7 @@ def setup(argv):
     if run.learner is not None:
         opt.load(run.learner, run.path("ckpt.pt"))
     run.open()
+    check_best(run)
     introduce(c, folder, net, problems=problems)
     return c, run, net, tok, problems, objective, opt
 
@@ -446,15 +459,6 @@ def choose_dtype(c, folder):
         model = Transformer(read_config(os.path.join(folder, "config.json"), c.device))
     large = sum(p.numel() for p in model.parameters()) >= BFLOAT16_FROM
     c.dtype = "bfloat16" if large and c.device.startswith("cuda") else "float32"
-
-
-def check_inputs(c, folder):
-    """Raise ValueError where a run would write over what it reads."""
-    ours = {os.path.realpath(os.path.join(c.out_dir, name)) for name in ("", *FOLDERS, *FILES)}
-    for key, path in (("model", folder), ("task", c.task)):
-        if os.path.realpath(path) in ours:
-            raise ValueError(f"{key} {getattr(c, key)!r} is where this run would save its own: "
-                             "choose another --out_dir")
 
 
 def identity_of(c, folder):
@@ -563,9 +567,9 @@ def write_samples(run, problem, texts, rewards):
 
 def finish(run, net):
     """Save the model in Hugging Face format with its tokenizer and say what was reached."""
-    run.write_model("model", net)
     evals, best, kv = run.memory["evals"], run.memory["best"], run.memory["kv"]
     first, last = evals[0], evals[-1]
+    run.write_model("model", net, last["eval_compressed"])
     tell(f"model saved to {run.path('model')}: step {last['step']}, held-out reward "
          f"{last['eval_compressed']:.3f} with the compressed cache")
     tell(f"best of {len(evals)} evaluations saved to {run.path('best')}: step {best['step']}, "

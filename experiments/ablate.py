@@ -17,7 +17,7 @@ on: after an interrupt, or with more seeds, say the same command. Ctrl-C, SIGTER
 go on to every run, which saves; on Linux they also do when this program is killed. On GPUs
 each of the `jobs` workers has a card; with more jobs than cards they share, and minutes are
 then no measure of speed. A finished run needs only log.jsonl and config.json: ckpt.pt and
-model/ may be deleted.
+model/ may be deleted (model/ alone would be written again).
 
 Table and figure see a log only after `compact`, which keeps what they need at 6 significant
 digits; that is also what --keep writes, so kept logs give the same table. Runs that did not
@@ -42,8 +42,17 @@ from types import SimpleNamespace
 
 import train
 from support.configurator import check_ranges, configure, help_if_asked, make_folder
-from support.jsonfile import read_json, shown
-from support.run import HELD, SIGNALS, hold, one_line_errors, tell, write_text
+from support.jsonfile import entry, read_json, shown
+from support.run import (
+    HELD,
+    SIGNALS,
+    difference,
+    hold,
+    one_line_errors,
+    read_list,
+    tell,
+    write_text,
+)
 
 ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 TRAIN = os.path.join(ROOT, "train.py")
@@ -214,17 +223,33 @@ def decide(path, c):
     log = read(os.path.join(path, "log.jsonl")) if has("log.jsonl") else []
     if not has("ckpt.pt") and not ended(log):
         return "--overwrite=True"
-    was = read_json(os.path.join(path, "config.json"), {})
-    for k in sorted(vars(c).keys() - train.MAY_CHANGE - {"seed"} | {"eval_problems"}):
-        if was.get(k) != getattr(c, k) != "auto":  # auto: whatever it was
-            raise ValueError(f"{k} was {shown(was.get(k))} in the run in {path!r}, now it is "
-                             f"{shown(getattr(c, k))}: choose another --out")
+    check_same(path, c)
     if log and log[-1]["step"] > c.steps:
         raise ValueError(f"the run in {path!r} has done {log[-1]['step']} steps already, "
                          f"steps={c.steps}: choose another --out")
-    if ended(log, c.steps):
+    whole = not has("ckpt.pt") or read_list(os.path.join(path, "model"))[0] == c.steps
+    if ended(log, c.steps) and whole:
         return None
     return "--resume=True" if has("ckpt.pt") else "--overwrite=True"
+
+
+def check_same(path, c):
+    """Raise ValueError if the run at path is another one than c asks for. A task file may have
+    moved; a model not, as its weights are compared by their place alone."""
+    file = os.path.join(path, "config.json")
+    was, identity = read_json(file, {}), {}
+    try:
+        before = entry(was, "identity", dict, {})  # older runs did not note it
+    except ValueError as e:
+        raise ValueError(f"{file}: {e}") from None
+    if before:
+        identity = train.identity_of(c, train.find_checkpoint(c.model))
+    auto = {key for key, value in vars(c).items() if value == "auto"}  # whatever it was
+    moved = {"task"} & identity.keys() & before.keys()
+    other = difference(was, c, identity=identity, where=path,
+                       equal=vars(c).keys() - train.MAY_CHANGE - {"seed"} - auto - moved)
+    if other:
+        raise ValueError(f"{other}: choose another --out")
 
 
 def check_unused(path):

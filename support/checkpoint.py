@@ -65,11 +65,15 @@ def remove(path):
         os.remove(path)
 
 
-def write_text(path, text):
+def write_bytes(path, data):
     def write(tmp):
-        with open(tmp, "w", encoding="utf-8") as f:
-            f.write(text)
+        with open(tmp, "wb") as f:
+            f.write(data)
     write_whole(path, write)
+
+
+def write_text(path, text):
+    write_bytes(path, text.encode())
 
 
 # checkpoints
@@ -121,11 +125,12 @@ def read_checkpoint(path):
 
 
 def fingerprint(*paths):
-    """SHA-256 of the contents and the names of those files that exist."""
+    """SHA-256 of the contents of those files that exist and, of several, their names."""
     total = hashlib.sha256()
     for path in paths:
         if os.path.isfile(path):
-            total.update(os.fsencode(os.path.basename(path)))
+            if len(paths) > 1:  # which of them it is
+                total.update(os.fsencode(os.path.basename(path)))
             total.update(b" %d " % os.path.getsize(path))
             with open(path, "rb") as f:
                 while block := f.read(2**24):

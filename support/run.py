@@ -4,12 +4,12 @@ best/; what a signal does; and what a run prints.
 
 The idea. A folder belongs to one run and one process. A checkpoint knows how long log and samples
 were when it was written, and a resumed run cuts them back to that: wherever a run was cut, its
-files end as if it had not been. What cannot be printed is dropped: the log is the record. Nothing
+files end as if it had not been. A model's folder holds a list of what a run wrote there, for which
+step: only that is ever removed. What cannot be printed is dropped: the log is the record. Nothing
 here knows what is trained.
 """
 import json
 import os
-import shutil
 import signal
 import sys
 import time
@@ -17,7 +17,14 @@ from contextlib import contextmanager, suppress
 
 import torch
 
-from support.checkpoint import read_checkpoint, sync, write_checkpoint, write_text
+from support.checkpoint import (
+    read_checkpoint,
+    remove,
+    sync,
+    write_bytes,
+    write_checkpoint,
+    write_text,
+)
 from support.jsonfile import read_json, shown
 
 try:
@@ -29,7 +36,7 @@ HELD = {}  # out_dir -> its file descriptor, open until this process ends
 GROWING = ("log.jsonl", "samples.txt")
 FILES = ("ckpt.pt", "ckpt-previous.pt", *GROWING, "config.json")
 FOLDERS = ("model", "best")
-OF_A_MODEL = (".safetensors", ".json", ".jinja")
+LIST = "run.json"  # in FOLDERS: the step of the model, its reward, the names of its files
 LAYOUT = dict(step=int, memory=dict, learner=dict, config=dict, identity=dict, sizes=dict)
 SIGNALS = [getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGHUP")
            if hasattr(signal, name)]
@@ -149,28 +156,74 @@ def is_of_a_run(path):
         return False
 
 
+def read_beside(folder):
+    """{name: bytes} of what stands beside the weights in a model's folder: tokenizer, chat
+    template, generation_config.json. Read once, as the folder may go while a run lasts."""
+    found = {}
+    for name in sorted(os.listdir(folder)):
+        path = os.path.join(folder, name)
+        beside = name.endswith((".json", ".jinja")) and not name.endswith(".index.json")
+        if beside and name not in ("config.json", LIST) and os.path.isfile(path):
+            with open(path, "rb") as f:
+                found[name] = f.read()
+    return found
+
+
+def read_list(folder):
+    """What write_model noted in a folder -> the step of the model there, None unless all of it is
+    there; names of the files that a run wrote, the note's own last."""
+    try:
+        found = read_json(os.path.join(folder, LIST))
+        step, names = found["step"], [name for name in found["files"]
+                                      if os.path.basename(name) == name]
+    except (OSError, ValueError, KeyError, TypeError):
+        return None, []
+    if not all(os.path.isfile(os.path.join(folder, name)) for name in names):
+        step = None
+    return step, names
+
+
+def difference(was, c, identity, equal, where):
+    """The first difference to a run that began before in `where`, "" if there is none. was: its
+    config.json. identity: fingerprints of what settings name now. equal: settings that must be."""
+    before = was.get("identity", {})
+    for key in sorted(identity.keys() & before.keys()):
+        if identity[key] != before[key]:
+            return (f"{key} {shown(getattr(c, key))} has other contents now than when the run in "
+                    f"{where!r} began")
+    for key in sorted(equal):
+        if was.get(key) != getattr(c, key):
+            return (f"{key} was {shown(was.get(key))} in the run in {where!r}, now it is "
+                    f"{shown(getattr(c, key))}")
+    return ""
+
+
 class Run:
     """One run in c.out_dir.
 
     c: namespace with out_dir, resume, overwrite, steps and whatever else the run is made of.
     may_change: keys that a resumed run may have set differently. identity: {key of c: fingerprint
-    of the files that it names}, part of the run too. step: steps done. memory: what later steps
-    must know beside the learner; JSON. learner: what `save` was given, after a resume. interrupted:
-    the number of the signal that ends the run after this step, or 0. source: the folder that the
-    model was loaded from.
+    of the files that it names}, part of the run where their names and places are not. inputs: {key
+    of c: path of what is read}, of which "model" is the folder that the model is loaded from. step:
+    steps done. memory: what later steps must know beside the learner; JSON. learner: what `save`
+    was given, after a resume. interrupted: the number of the signal that ends the run after this
+    step, or 0.
 
-    Raises, before anything is written, ValueError if the folder holds another run or files that no
-    run made, is in use, or holds a checkpoint that is damaged or of other settings;
-    FileNotFoundError if there is none."""
+    Raises, before anything is written, ValueError if the folder holds another run, what the run
+    reads or files that no run made, is in use, or holds a checkpoint that is damaged or of other
+    settings; FileNotFoundError if there is none."""
 
-    def __init__(self, c, may_change, identity=None):
+    def __init__(self, c, may_change, identity=None, inputs=None):
         self.c, self.may_change, self.identity = c, may_change, identity or {}
         self.step, self.memory, self.learner = 0, {}, None
-        self.held, self.source, self.interrupted = None, None, 0
+        self.held, self.interrupted, self.beside = None, 0, {}
         self.saved, self.unsaved = None, not c.resume  # the checkpoint's step; is there more?
         if c.resume and c.overwrite:
             raise ValueError("resume=True goes on with a run, overwrite=True throws it away: say "
                              "one of them")
+        self.check_inputs(inputs or {})
+        if inputs:
+            self.beside = read_beside(inputs["model"])
         if os.path.isdir(c.out_dir):
             self.held = hold(c.out_dir)
         if c.resume:
@@ -186,8 +239,20 @@ class Run:
     def path(self, name):
         return os.path.join(self.c.out_dir, name)
 
+    def check_inputs(self, inputs):
+        """Raise ValueError where a run would write over what it reads."""
+        ours = {os.path.realpath(self.path(name)) for name in ("", *FOLDERS, *FILES)}
+        for key, path in inputs.items():
+            if os.path.realpath(path) in ours:
+                raise ValueError(f"{key} {getattr(self.c, key)!r} is where this run would save its "
+                                 "own: choose another --out_dir")
+
+    def of_a_model(self):
+        """Names of the files that write_model writes, the list of them last."""
+        return ["config.json", "model.safetensors", *self.beside, LIST]
+
     def files(self):
-        """Names of the files in out_dir that a run would write."""
+        """Names of what is in out_dir where a run writes."""
         names = list(FILES)
         for folder in FOLDERS:
             path = self.path(folder)
@@ -200,8 +265,13 @@ class Run:
         """Raise ValueError unless a new run may begin in out_dir."""
         there, out_dir = self.files(), self.c.out_dir
         ours = is_of_a_run(self.path("config.json"))
+        made = {os.path.join(folder, file) for folder in FOLDERS
+                for file in read_list(self.path(folder))[1]}.union(FILES)
         for name in there:
-            if not ours or os.path.islink(self.path(name)):  # a run makes no links
+            folder, file = os.path.split(name)
+            if ours and folder and file not in self.of_a_model():
+                continue  # an old run's, or somebody's own, which stays
+            if not ours or name not in made or os.path.islink(self.path(name)):
                 raise ValueError(f"out_dir {out_dir!r} holds {name}, which no run of this program "
                                  "made: choose another --out_dir")
         if there and not self.c.overwrite:
@@ -225,15 +295,12 @@ class Run:
         if min(state["step"], *(n if type(n) is int else -1 for n in sizes)) < 0:
             raise ValueError(f"resume: {path}: step {state['step']} and sizes {sizes!s:.100} must "
                              f"be whole numbers from 0; {self.older()}")
-        was = state["config"]
-        for key, value in vars(c).items():
-            if key not in self.may_change and was.get(key) != value:
-                raise ValueError(f"resume: {key} was {shown(was.get(key))} in the run in "
-                                 f"{c.out_dir!r}, now it is {shown(value)}")
-        for key, value in self.identity.items():
-            if state["identity"].get(key) != value:
-                raise ValueError(f"resume: {key} {getattr(c, key)!r} has other contents now than "
-                                 f"when the run in {c.out_dir!r} began")
+        known = self.identity.keys() & state["identity"].keys()  # may have moved
+        other = difference(
+            dict(state["config"], identity=state["identity"]), c, identity=self.identity,
+            equal=vars(c).keys() - self.may_change - known, where=c.out_dir)
+        if other:
+            raise ValueError(f"resume: {other}")
         if state["step"] > c.steps:
             raise ValueError(f"resume: the run in {c.out_dir!r} has done {state['step']} steps "
                              f"already, steps={c.steps}")
@@ -275,15 +342,18 @@ class Run:
                 signal.signal(number, self.on_signal)
         if self.learner is None:
             self.check_free()  # another run may have begun and ended here since
-            for name in self.files():  # checkpoints first, the settings stay until they change
-                if name in FILES[:-1] or (name not in FILES and name.endswith(OF_A_MODEL)):
-                    os.remove(self.path(name))
+            for name in FILES[:-1]:  # checkpoints first, the settings stay until they change
+                remove(self.path(name))
+            for folder in FOLDERS:  # what else is there may be somebody's own
+                for name in read_list(self.path(folder))[1]:
+                    remove(os.path.join(self.path(folder), name))
         else:
             for name in GROWING:
                 self.cut_back(name)
         for folder in FOLDERS:
             os.makedirs(self.path(folder), exist_ok=True)
-        write_text(self.path("config.json"), json.dumps(vars(self.c), indent=2))
+        settings = dict(vars(self.c), identity=self.identity)
+        write_text(self.path("config.json"), json.dumps(settings, indent=2))
         self.began = time.time()
 
     def on_signal(self, number, frame):
@@ -349,28 +419,25 @@ class Run:
         write_checkpoint(self.path("ckpt.pt"), state, previous=self.path("ckpt-previous.pt"))
         self.saved, self.unsaved = self.step, False
 
-    def write_model(self, name, net):
-        """Write net to the folder out_dir/name in Hugging Face format, with what stands beside the
-        weights in self.source, the folder that it came from: tokenizer, chat template,
-        generation_config.json."""
+    def write_model(self, name, net, reward):
+        """Write net to the folder out_dir/name in Hugging Face format, with what stood beside the
+        weights where it came from. The list of the files names them before the first is written,
+        and a step, which says that all are there, after the last."""
         self.check_own()
-        target, tmp = self.path(name), self.path(name + ".tmp")
-        shutil.rmtree(tmp, ignore_errors=True)
-        try:
-            net.save_pretrained(tmp)
-            for file in os.listdir(self.source):
-                beside = file.endswith((".json", ".jinja")) and not file.endswith(".index.json")
-                if beside and file != "config.json":
-                    shutil.copyfile(os.path.join(self.source, file), os.path.join(tmp, file))
-            os.makedirs(target, exist_ok=True)
-            for file in os.listdir(tmp):
-                new = os.path.join(tmp, file)
-                shutil.copymode(self.path("config.json"), new)  # what the umask says
-                sync(new)
-                os.replace(new, os.path.join(target, file))
-            sync(target)
-        finally:
-            shutil.rmtree(tmp, ignore_errors=True)
+        folder = self.path(name)
+        os.makedirs(folder, exist_ok=True)
+        files, before = self.of_a_model(), read_list(folder)[1]
+        stale = [file for file in before if file not in files]
+        self.write_list(folder, step=None, reward=None, files=[*stale, *files])
+        net.save_pretrained(folder)
+        for file, data in self.beside.items():
+            write_bytes(os.path.join(folder, file), data)
+        for file in stale:
+            remove(os.path.join(folder, file))
+        self.write_list(folder, step=self.step, reward=reward, files=files)
+
+    def write_list(self, folder, **numbers):
+        write_text(os.path.join(folder, LIST), json.dumps(numbers, indent=2))
 
     # the end
 

@@ -6,6 +6,7 @@ import inspect
 import io
 import json
 import os
+import shutil
 import signal
 import statistics
 import sys
@@ -14,6 +15,7 @@ import time
 
 import pytest
 
+import train
 from conftest import ROOT
 from experiments import ablate
 
@@ -178,7 +180,11 @@ def test_what_a_run_needs(tmp_path):
     (run / "ckpt.pt").touch()
     assert ablate.decide(run, c) == "--resume=True"
     put(run, made(4), **was)
-    assert ablate.decide(run, c) is None  # dtype auto accepts what it was
+    assert ablate.decide(run, c) == "--resume=True"  # it was cut before the model was whole
+    (run / "model").mkdir()
+    for step, need in ((None, "--resume=True"), (2, "--resume=True"), (4, None)):
+        (run / "model" / "run.json").write_text(json.dumps(dict(step=step, files=["run.json"])))
+        assert ablate.decide(run, c) == need  # dtype auto accepts what it was
     c.steps = 6
     assert ablate.decide(run, c) == "--resume=True"
     (run / "ckpt.pt").unlink()
@@ -187,6 +193,8 @@ def test_what_a_run_needs(tmp_path):
     with pytest.raises(ValueError, match="4 steps already"):
         ablate.decide(run, c)
     c.steps = 4
+    shutil.rmtree(run / "model")
+    assert ablate.decide(run, c) is None  # deleted on purpose, like ckpt.pt
     for key, value in dict(lr=1e-5, eval_problems=8).items():
         with pytest.raises(ValueError, match=f"^{key} was .* now it is {value}"):
             ablate.decide(run, type(c)(**vars(c) | {key: value}))
@@ -659,3 +667,35 @@ def test_pipes_are_refused(tmp_path):
     with pytest.raises(FileNotFoundError, match="settings.json .*is no regular file"):
         ablate.recorded(str(tmp_path))
     assert ablate.recorded(str(tmp_path / "nothing")) == {}  # control
+
+
+def test_contents_of_finished_runs_are_compared(tmp_path):
+    """A task file or a tokenizer that changed since is another run; a task file that moved is not.
+    The control did not note what it read."""
+    task, moved, M, run = (tmp_path / x for x in ("t.jsonl", "moved.jsonl", "M", "run"))
+    task.write_text("a")
+    shutil.copytree(train.TINY, M)
+
+    def asked(**changes):
+        _, configs = ablate.request(
+            ["config/naive.py"], ["--steps=4", f"--task={task}", f"--model={M}"], 1)
+        return type(configs["naive"])(**vars(configs["naive"]) | changes)
+
+    was = vars(asked())
+    put(run, made(4), **was, identity=train.identity_of(asked(), str(M)))
+    moved.write_text("a")
+    for c in (asked(), asked(task=str(moved))):
+        assert ablate.decide(run, c) is None
+    with pytest.raises(ValueError, match="^model was .*/M' in the run"):  # its weights may differ
+        ablate.decide(run, asked(model=train.TINY))
+    for file, key in ((task, "task"), (M / "tokenizer.json", "model")):
+        before = file.read_bytes()
+        file.write_bytes(before + b" ")
+        with pytest.raises(ValueError, match=f"^{key} .* has other contents now than when the run"):
+            ablate.decide(run, asked())
+        put(tmp_path / "old", made(4), **was)
+        assert ablate.decide(tmp_path / "old", asked()) is None
+        file.write_bytes(before)
+    put(run, made(4), **was, identity=[])
+    with pytest.raises(ValueError, match="config.json: identity must be an object, got a list"):
+        ablate.decide(run, asked())

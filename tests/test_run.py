@@ -189,7 +189,7 @@ def test_modes_and_home(tmp_path, monkeypatch):
     assert os.listdir(tmp_path) == ["x"]
     modes = {name: stat.S_IMODE(os.stat(os.path.join(base, name)).st_mode)
              for base, _, names in os.walk(tmp_path) for name in names}
-    assert len(modes) == 9 and set(modes.values()) == {0o640}
+    assert len(modes) == 10 and set(modes.values()) == {0o640}
     train_here("--model=~/x/model", "--steps=1", "--out_dir=~/y")
     with pytest.raises(SystemExit, match=f"{tmp_path}/x/model' is where this run"):
         train_here("--model=~/x/model", f"--out_dir={tmp_path}/x", "--overwrite=True")
@@ -599,4 +599,6 @@ def test_settings_are_kept_with_the_run(finished):
     with open(os.path.join(finished[0], "config.json")) as f:
         c = json.load(f)
     assert c["group"] == 4 and c["budget"] == 24 and c["device"] == "cpu"
-    assert c == read_checkpoint(finished[0])["config"]
+    state = read_checkpoint(finished[0])
+    assert c == dict(state["config"], identity=state["identity"])
+    assert c["identity"].keys() == {"model"}

@@ -2,6 +2,8 @@
 import json
 import os
 import shutil
+from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -31,7 +33,7 @@ from model import Transformer
 from objectives.dpo import DPO
 from rollout import generate
 from support.metrics import Metrics
-from support.run import one_line_errors
+from support.run import one_line_errors, read_list
 
 # a whole run
 
@@ -592,3 +594,120 @@ def test_long_lines_are_cut():
         raise ValueError("begin" + "x" * 9000 + "end")
     assert len(str(e.value)) < 2100
     assert str(e.value).startswith("error: beginx") and str(e.value).endswith("xend")
+
+
+# what a run writes into its folders, and what of it goes on
+
+def contents(folder):
+    return {path.name: path.read_bytes() for path in sorted(folder.iterdir())}
+
+
+def test_overwrite_removes_what_a_run_lists(finished, tmp_path):
+    """What somebody put beside a model stays; what the old model had and the new one has not goes;
+    a model that no list names is refused."""
+    out = tmp_path / "out"
+    shutil.copytree(finished[0], out)
+    ours = ("chat_template.jinja", "config.json", "model.safetensors")
+    for name in ("model", "best"):
+        folder, path = out / name, out / name / "run.json"
+        found = json.loads(path.read_text())
+        found["files"].insert(0, ours[0])  # as of a model with a template
+        path.write_text(json.dumps(found))
+        for file in ("mine.json", "mine.safetensors", "mine.jinja", ours[0]):
+            (folder / file).write_text("old")
+        (folder / "link.json").symlink_to(folder / "mine.json")
+    before = contents(out / "model")
+    train_here("--overwrite=True", "--steps=1", "--seed=1", f"--out_dir={out}")
+    for name in ("model", "best"):
+        after = contents(out / name)
+        assert before.keys() - after.keys() == {ours[0]}
+        assert all(after[x] == b"old" for x in after if x.startswith(("mine", "link")))
+    assert contents(out / "model")["model.safetensors"] != before["model.safetensors"]  # control
+    assert json.loads((out / "model" / "run.json").read_text())["step"] == 1
+    (out / "model" / "run.json").unlink()
+    with pytest.raises(SystemExit, match="holds model/config.json, which no run of this program"):
+        train_here("--overwrite=True", "--steps=1", f"--out_dir={out}")
+    assert read_checkpoint(out)["step"] == 1
+
+
+def test_what_a_run_reads_may_move(tmp_path, monkeypatch):
+    """The folder of the model goes while the run lasts; resumed, it and the task file have other
+    names. Another number of held-out problems is another run."""
+    first, second, out = (tmp_path / x for x in ("M", "N", "out"))
+    for folder in (first, second):
+        shutil.copytree(train.TINY, folder)
+        (folder / "run.json").write_text("of the run that it comes from")
+    lines = "".join(json.dumps(dict(prompt=f"The code is {i}. What is it?", answer=str(i))) + "\n"
+                    for i in range(1000, 1020))
+    for name in "ab":
+        (tmp_path / f"{name}.jsonl").write_text(lines)
+    generate = train.generate
+
+    def gone(*args, **kwargs):
+        shutil.rmtree(first, ignore_errors=True)
+        (tmp_path / "a.jsonl").unlink(missing_ok=True)
+        return generate(*args, **kwargs)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(train, "generate", gone)
+        train_here(f"--model={first}", f"--task={tmp_path}/a.jsonl", "--steps=1",
+                   f"--out_dir={out}")
+    assert not first.exists()
+    saved, there = contents(out / "model"), contents(second)
+    assert saved["tokenizer.json"] == there["tokenizer.json"]
+    found = json.loads(saved["run.json"])
+    assert sorted(found["files"]) == sorted(saved) and found["step"] == 1
+    assert found["reward"] == read_log(out)[0][-1]["eval_compressed"]
+
+    ask = [f"--model={second}", f"--task={tmp_path}/b.jsonl", "--resume=True", f"--out_dir={out}"]
+    with pytest.raises(SystemExit, match="resume: eval_problems was 4 .* now it is 3"):
+        train_here(*ask, "--eval_problems=3")
+    train_here(*ask, "--steps=2", "--eval_batch=3")
+    assert read_checkpoint(out)["step"] == 2
+    (tmp_path / "b.jsonl").write_text(lines + " ")
+    with pytest.raises(SystemExit, match="resume: task .* has other contents now"):  # control
+        train_here(*ask, "--steps=3")
+
+
+@pytest.mark.parametrize("there, step, evals, want", [
+    (0, 2, (0,), 0), (4, 2, (0,), None), (None, 2, (0,), None), ("gone", 2, (0,), None),
+    ("half", 2, (0,), None), (4, 2, (0, 2), 2), (4, 0, (0,), 0)])
+def test_what_best_holds(there, step, evals, want, tmp_path, capsys):
+    """The best so far, step 0, counts after a resume where best/ holds its model or it is here;
+    else the evaluation of this step, if there was one."""
+    best = tmp_path / "best"
+    if there != "gone":
+        best.mkdir()
+        files = ["model.safetensors", "run.json"]
+        if there != "half":
+            (best / files[0]).touch()
+        holds = 0 if there == "half" else there
+        (best / "run.json").write_text(json.dumps(dict(step=holds, files=files)))
+    run = SimpleNamespace(step=step, path=tmp_path.joinpath,
+                          memory=dict(best=dict(step=0), evals=[dict(step=i) for i in evals]))
+    train.check_best(run)
+    assert run.memory.get("best", {}).get("step") == want
+    assert ("does not hold the model of step 0" in capsys.readouterr().out) == (want != 0)
+
+
+def test_models_come_back(finished, tmp_path, monkeypatch):
+    """A run that was cut while it wrote a model: the list says so, the next one writes it."""
+    out = tmp_path / "out"
+    shutil.copytree(finished[0], out)
+    shutil.rmtree(out / "best")
+
+    def fails(self, path):
+        raise OSError("no space left")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(Transformer, "save_pretrained", fails)
+        with pytest.raises(SystemExit, match="error: no space left"):
+            train_here("--resume=True", f"--out_dir={out}")
+    cut = [name for name in ("model", "best") if (out / name).exists()
+           and read_list(out / name)[0] is None and read_list(out / name)[1]]
+    assert len(cut) == 1 and read_list(finished[0] + "/" + cut[0])[0] is not None  # control
+    train_here("--resume=True", f"--out_dir={out}")
+    assert contents(out / "model") == contents(Path(finished[0]) / "model")
+    assert read_list(out / "best")[0] == 4  # step 4 is here, whatever was the best before
+    assert contents(out / "best")["model.safetensors"] == \
+        contents(out / "model")["model.safetensors"]
