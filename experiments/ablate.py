@@ -233,9 +233,17 @@ def decide(path, c):
     if log and log[-1]["step"] > c.steps:
         raise ValueError(f"the run in {path!r} has done {log[-1]['step']} steps already, "
                          f"steps={c.steps}: choose another --out")
-    if ended(log, c.steps):
+    if ended(log, c.steps) and (not has("ckpt.pt") or is_saved(path)):
         return None
     return "--resume=True" if has("ckpt.pt") else "--overwrite=True"
+
+
+def is_saved(path):
+    """Was model/ written, as a whole, after the log's last line? A signal may come between."""
+    model, log = os.path.join(path, "model"), os.path.join(path, "log.jsonl")
+    if not os.path.isdir(model) or os.path.exists(model + ".tmp"):
+        return False
+    return os.stat(model).st_mtime_ns > os.stat(log).st_mtime_ns
 
 
 def check_unused(path):

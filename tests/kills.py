@@ -8,8 +8,8 @@ The idea. Real processes of `python train.py` and of `python -m experiments.abla
 SIGINT, SIGTERM, SIGHUP or SIGKILL; then the same command goes on. Weights, models, log (but for the
 clock) and samples must be those of the undisturbed run, bit for bit, and no process may be left.
 
-The moments are random, but start-up, evaluations, steps, saves and the end are met equally often:
-by the clock alone few signals would meet a save. Where a run stands is read off its files.
+The moments are random, but all PHASES are met about equally often: by the clock alone few signals
+would meet a save. Where a run stands is read off its files.
 """
 import json
 import os
@@ -29,8 +29,8 @@ SETTINGS = ["--prompts=2", "--group=4", "--prompt_tokens=64", "--eval_problems=4
             f"--steps={STEPS}", "--eval_every=1", "--save_every=2", "--lr=1e-3", "--warmup=0",
             "--device=cpu"]  # the second evaluation is the best one
 SIGNALS = ("SIGINT", "SIGTERM", "SIGHUP", "SIGKILL")
-# about how many seconds; the last saves are the end
-PHASES = {"start-up": 4.0, "evaluation": 0.1, "step": 0.1, "save": 0.05, "end": 0.2}
+PHASES = {  # about how many seconds; the end are the last saves
+    "start-up": 4.0, "evaluation": 0.1, "step": 0.1, "checkpoint": 0.02, "best": 0.02, "end": 0.2}
 CLOCK = ("rollout_s", "learn_s", "tokens_per_s", "peak_gb")
 OWN = ("out_dir", "resume", "overwrite")  # settings that runs may differ in
 MARK = "CUT_BY_KILLS"  # in the environment of all processes of a run
@@ -134,8 +134,9 @@ class Cut:
             return "start-up", step
         if (kind, step) == ("eval", STEPS):
             return "end", step
-        if any(name.endswith(".tmp") for name in os.listdir(self.out)):
-            return "save", step
+        writing = [name for name in os.listdir(self.out) if name.endswith(".tmp")]
+        if writing:
+            return ("best" if writing == ["best.tmp"] else "checkpoint"), step
         if kind == "step":
             return "evaluation", step + 1
         if kind == "none":
@@ -143,10 +144,9 @@ class Cut:
         return "step", step
 
     def send(self, name, phase, rng):
-        """Send a signal at a random moment in a phase. -> moment and phase as text, phase"""
-        first = 0
+        """Send a signal at a random moment in a phase. -> moment and phase as text, phase, step"""
         if phase != "start-up":
-            first = rng.randrange(STEPS - 1)
+            first = rng.randrange(2)  # later evaluations are not the best
             while self.popen.poll() is None:
                 now, step = self.stands()
                 if now == phase and step >= first:
@@ -156,9 +156,9 @@ class Cut:
         phase, step = self.stands()
         moment = time.time() - self.began
         if self.popen.poll() is not None:
-            return f"{moment:5.2f} s  ended before", "none"
+            return f"{moment:5.2f} s  ended before", "none", step
         self.popen.send_signal(getattr(signal, name))
-        return f"{moment:5.2f} s  {phase:10s} {step}", phase
+        return f"{moment:5.2f} s  {phase:10s} {step}", phase, step
 
     def wait(self):
         """Until it and all that it started have ended. -> exit code. Raises AssertionError if some
@@ -208,7 +208,7 @@ def run(folder, cuts, rng, ablate=False):
     for name, phase in [*cuts, (None, None)]:
         process, allowed = start(out, log, ablate=under), {0}
         if name:
-            text, phase = process.send(name, phase, rng)
+            text, phase, step = process.send(name, phase, rng)
             met.append(phase)
             allowed = codes(name, phase)
         code = process.wait()
@@ -217,6 +217,9 @@ def run(folder, cuts, rng, ablate=False):
                 raise AssertionError(f"exit code {code}: {f.read().strip()[-500:]}")
         if name:
             events.append(f"{text}  exit {code:3d}")
+            reached = max((row["step"] for row in rows_of(out)), default=0)
+            if reached > step + 1:
+                raise AssertionError(f"a signal in step {step}, and the run went on to {reached}")
     return out, "  ".join(events), met
 
 
@@ -226,9 +229,6 @@ def main(argv):
         key, _, value = arg.removeprefix("--").partition("=")
         options[key] = int(value)
     rng, bad, met = random.Random(options["seed"]), 0, Counter()
-    # every signal, alone and under ablate, meets every phase
-    order = [(name, ablate, phase) for phase in PHASES for ablate in (False, True)
-             for name in SIGNALS]
     with tempfile.TemporaryDirectory() as top:
         os.mkdir(os.path.join(top, "whole"))
         whole, _, _ = run(os.path.join(top, "whole"), [], rng)
@@ -237,7 +237,9 @@ def main(argv):
         print(f"undisturbed: {len(rows)} lines of log, held-out reward {' '.join(rewards)}",
               flush=True)
         for i in range(options["runs"]):
-            name, ablate, phase = order[i % len(order)]
+            # every signal, alone and under ablate, meets one phase after the other
+            name, ablate = SIGNALS[i % 4], bool(i // 4 % 2)
+            phase = [*PHASES][(i // 8 + i % 8) % len(PHASES)]
             folder = os.path.join(top, str(i))
             os.mkdir(folder)
             cuts = [(name, phase)] + [(name, p) for p in rng.choices([*PHASES],
@@ -253,8 +255,8 @@ def main(argv):
             how = "under ablate" if ablate else "alone"
             print(f"{i + 1:3d}  {name:7s}  {how:12s}  {text}", flush=True)
     print("signals met: " + ", ".join(f"{phase} {n}" for phase, n in met.items()))
-    print(f"{options['runs'] - bad} of {options['runs']} runs ended as if nobody had cut them, and "
-          "left no process")
+    print(f"{options['runs'] - bad} of {options['runs']} runs ended as if nobody had cut them "
+          "and left no process")
     return bool(bad)
 
 

@@ -177,7 +177,14 @@ def test_what_a_run_needs(tmp_path):
     assert ablate.decide(run, c) == "--overwrite=True"  # nothing saved yet
     (run / "ckpt.pt").touch()
     assert ablate.decide(run, c) == "--resume=True"
+    (run / "model").mkdir()
     put(run, made(4), **was)
+    os.utime(run / "model", (0, 0))
+    assert ablate.decide(run, c) == "--resume=True"  # cut before it saved its model
+    os.utime(run / "model", (2e9, 2e9))
+    (run / "model.tmp").touch()
+    assert ablate.decide(run, c) == "--resume=True"  # or in the middle of it
+    (run / "model.tmp").unlink()
     assert ablate.decide(run, c) is None  # dtype auto accepts what it was
     c.steps = 6
     assert ablate.decide(run, c) == "--resume=True"

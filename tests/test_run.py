@@ -305,7 +305,7 @@ def test_real_signals(tmp_path):
     more of it)."""
     rng, whole, cuts = random.Random(1), str(tmp_path / "whole"), {}
     often = [*FAST, f"--steps={kills.STEPS}", "--eval_every=1"]
-    for name, phase in (("SIGTERM", "evaluation"), ("SIGHUP", "step"), ("SIGKILL", "save")):
+    for name, phase in (("SIGTERM", "evaluation"), ("SIGHUP", "step"), ("SIGKILL", "checkpoint")):
         out = str(tmp_path / name)
         began = time.time()
         child = Forked(out + ".log", train.main, [*often, f"--out_dir={out}"])
@@ -313,7 +313,7 @@ def test_real_signals(tmp_path):
         cuts[name] = out, child
     train_here(*often, f"--out_dir={whole}")
     for name, (out, child) in cuts.items():
-        assert child.wait() in kills.codes(name, "save"), open(out + ".log").read()
+        assert child.wait() in kills.codes(name, "none"), open(out + ".log").read()
         train_here(*often, *kills.go_on(out), f"--out_dir={out}")
         assert kills.differences(whole, out) == []
 
@@ -444,8 +444,9 @@ def test_damaged_checkpoint(finished, tmp_path, damage):
     assert str(e.value).endswith(f"{out}/ckpt-previous.pt is whole and holds step 2: rename it to "
                                  "ckpt.pt and resume from it")
     os.replace(out / "ckpt-previous.pt", out / "ckpt.pt")
-    train_here("--resume=True", f"--out_dir={out}")
-    assert kills.differences(finished[0], out) == []
+    if damage == "half":  # the others would go on from the same files
+        train_here("--resume=True", f"--out_dir={out}")
+        assert kills.differences(finished[0], out) == []
 
 
 def test_every_flipped_bit_is_found(tmp_path):
