@@ -1,15 +1,15 @@
 """
 Cut runs at random moments, let them go on, and compare them with one that nobody disturbed.
 
-    python tests/kills.py --runs=40        # a line per run, a summary, exit code 1 if one differs
-    python tests/kills.py --runs=8 --seed=3 --ablate=0 --cuts=1
+    python tests/kills.py --runs=40     # a line per signal, a summary, exit code 1 if a run differs
+    python tests/kills.py --runs=8 --seed=3 --cuts=2        # what was cut once is cut once more
 
-The idea. Real processes of `python train.py`, and of `python -m experiments.ablate` in every fourth
-run (--ablate=4; 0: never), get SIGINT, SIGTERM, SIGHUP and SIGKILL in turn, at moments drawn from
---seed, up to --cuts=3 times a run; then they may end. Weights, models, log (but for the clock) and
-samples must be those of the undisturbed run, bit for bit, and no process may be left.
+The idea. Real processes of `python train.py` and of `python -m experiments.ablate`, turn about, get
+SIGINT, SIGTERM, SIGHUP or SIGKILL; then the same command goes on. Weights, models, log (but for the
+clock) and samples must be those of the undisturbed run, bit for bit, and no process may be left.
 
-The runs evaluate and save so often that most signals meet an evaluation or a write.
+The moments are random, but all PHASES are met about equally often: by the clock alone few signals
+would meet a save. Where a run stands is read off its files.
 """
 import json
 import os
@@ -19,13 +19,18 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections import Counter
 
 import torch
 
 ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
+STEPS = 4
 SETTINGS = ["--prompts=2", "--group=4", "--prompt_tokens=64", "--eval_problems=4", "--eval_batch=1",
-            "--steps=5", "--eval_every=1", "--save_every=2", "--device=cpu"]
+            f"--steps={STEPS}", "--eval_every=1", "--save_every=2", "--lr=1e-3", "--warmup=0",
+            "--device=cpu"]  # the second evaluation is the best one
 SIGNALS = ("SIGINT", "SIGTERM", "SIGHUP", "SIGKILL")
+PHASES = {  # about how many seconds; the end are the last saves
+    "start-up": 4.0, "evaluation": 0.1, "step": 0.1, "checkpoint": 0.02, "best": 0.02, "end": 0.2}
 CLOCK = ("rollout_s", "learn_s", "tokens_per_s", "peak_gb")
 OWN = ("out_dir", "resume", "overwrite")  # settings that runs may differ in
 MARK = "CUT_BY_KILLS"  # in the environment of all processes of a run
@@ -56,12 +61,21 @@ def left_by(out):
     found.pop("ckpt-previous.pt", None)  # which step it holds depends on where the run was cut
     state = torch.load(os.path.join(out, "ckpt.pt"), weights_only=True)
     state["sizes"].pop("log.jsonl")  # the clock's digits are in it
-    rows = [json.loads(line) for line in found.get("log.jsonl", b"").splitlines()]
+    rows = rows_of(out)
     for d in (state["config"], *rows):
         for key in (*OWN, *CLOCK):
             d.pop(key, None)
     del found["config.json"]  # is in the checkpoint
     return {**found, "ckpt.pt": state_of(state), "log.jsonl": rows}
+
+
+def rows_of(out):
+    """The whole lines of log.jsonl."""
+    path = os.path.join(out, "log.jsonl")
+    if not os.path.exists(path):
+        return []
+    with open(path) as f:
+        return [json.loads(line) for line in f if line.endswith("\n")]
 
 
 def differences(a, b):
@@ -80,18 +94,91 @@ def go_on(out):
     return []
 
 
-def start(out, ablate, log):
-    """The command as a user would repeat it. -> Popen"""
+def start(out, log, ablate=None):
+    """The command as a user would repeat it. out: folder of the run. log: file for what is printed.
+    ablate: folder of experiments.ablate, if that is to start the run. -> Cut"""
     env = {**os.environ, "OMP_NUM_THREADS": "1", MARK: out}
-    command = [sys.executable, "train.py", *SETTINGS, f"--out_dir={out}"]
+    command, said = [sys.executable, "train.py", *SETTINGS, f"--out_dir={out}", *go_on(out)], log
     if ablate:
         command = [sys.executable, "-m", "experiments.ablate", "config/smd.py", *SETTINGS,
                    "--seeds=1", f"--out={ablate}"]
-    else:
-        command += go_on(out)
+        said = os.path.join(out, "train.log")
+    began = time.time()
     with open(log, "ab") as f:
-        return subprocess.Popen(command, cwd=ROOT, env=env, stdin=subprocess.DEVNULL, stdout=f,
-                                stderr=f, start_new_session=True)
+        popen = subprocess.Popen(command, cwd=ROOT, env=env, stdin=subprocess.DEVNULL, stdout=f,
+                                 stderr=f, start_new_session=True)
+    return Cut(popen, out, said, began=began)
+
+
+class Cut:
+    """A process that is to get a signal. out: folder of its run. said: the file that train.py
+    prints to. began: time of its start."""
+
+    def __init__(self, popen, out, said, began):
+        self.popen, self.out, self.said, self.began = popen, out, said, began
+
+    def has_spoken(self):
+        """Before that it imports and loads."""
+        if not os.path.exists(self.said):
+            return False
+        about = os.stat(self.said)  # what was said before is older
+        return about.st_size > 0 and about.st_mtime >= self.began
+
+    def stands(self):
+        """-> phase of the run, its step"""
+        rows = rows_of(self.out)
+        kind, step = "none", 0
+        if rows:
+            kind, step = rows[-1]["kind"], rows[-1]["step"]
+        if not self.has_spoken():
+            return "start-up", step
+        if (kind, step) == ("eval", STEPS):
+            return "end", step
+        writing = [name for name in os.listdir(self.out) if name.endswith(".tmp")]
+        if writing:
+            return ("best" if writing == ["best.tmp"] else "checkpoint"), step
+        if kind == "step":
+            return "evaluation", step + 1
+        if kind == "none":
+            return "evaluation", 0
+        return "step", step
+
+    def send(self, name, phase, rng):
+        """Send a signal at a random moment in a phase. -> moment and phase as text, phase, step"""
+        if phase != "start-up":
+            first = rng.randrange(2)  # later evaluations are not the best
+            while self.popen.poll() is None:
+                now, step = self.stands()
+                if now == phase and step >= first:
+                    break
+                time.sleep(0.001)
+        time.sleep(rng.uniform(0, PHASES[phase]))
+        phase, step = self.stands()
+        moment = time.time() - self.began
+        if self.popen.poll() is not None:
+            return f"{moment:5.2f} s  ended before", "none", step
+        self.popen.send_signal(getattr(signal, name))
+        return f"{moment:5.2f} s  {phase:10s} {step}", phase, step
+
+    def wait(self):
+        """Until it and all that it started have ended. -> exit code. Raises AssertionError if some
+        do not."""
+        code = self.popen.wait(timeout=120)
+        until = time.time() + 60  # runs under ablate that was killed finish a step and save
+        while left := left_over(self.out):
+            if code != -signal.SIGKILL or time.time() > until:
+                for pid in left:
+                    os.kill(pid, signal.SIGKILL)
+                raise AssertionError(f"{len(left)} processes are left")
+            time.sleep(0.05)
+        return code
+
+
+def codes(name, phase):
+    """Exit codes that may follow a signal."""
+    number = getattr(signal, name)
+    allowed = {128 + number, -number}  # -number: before the run listens
+    return allowed | {0} if phase in ("end", "none") else allowed
 
 
 def left_over(out):
@@ -109,91 +196,67 @@ def left_over(out):
     return found
 
 
-def wait_for_begin(process, path, size):
-    """Until the run has said something: before that it imports and loads."""
-    while process.poll() is None and (not os.path.exists(path) or os.path.getsize(path) <= size):
-        time.sleep(0.01)
-
-
-def disturb(process, name, said, rng=random, length=0.0):
-    """Send a signal some time after the run began. -> seconds waited"""
-    if rng.random() < 0.85:
-        size = 0
-        if os.path.exists(said):
-            size = os.path.getsize(said)
-        wait_for_begin(process, said, size)
-    delay = rng.uniform(0, length)
-    time.sleep(delay)
-    if process.poll() is None:
-        process.send_signal(getattr(signal, name))
-    return delay
-
-
-def run(folder, name, rng, length, cuts, ablate=False):
-    """One run, cut by so many signals of this name. -> what happened, as text; out_dir"""
+def run(folder, cuts, rng, ablate=False):
+    """One run, cut by these (signal, phase) in turn. -> its folder, what happened as text, phases
+    that were met"""
     out, under = os.path.join(folder, "out"), None
-    said = log = os.path.join(folder, "print.log")
+    log = os.path.join(folder, "print.log")
     if ablate:
         under = os.path.join(folder, "arms")
         out = os.path.join(under, "smd", "0")
-        said = os.path.join(out, "train.log")
-    events = []
-    for attempt in range(cuts + 1):
-        process = start(out, under, log)
-        if attempt < cuts:
-            events.append(f"{disturb(process, name, said, rng=rng, length=length):.2f} s")
-        code = process.wait(timeout=120)
-        if code == -signal.SIGKILL and ablate:  # as a machine that goes down
-            for pid in left_over(out):
-                os.kill(pid, signal.SIGKILL)
-            time.sleep(0.5)
-        left = left_over(out)
-        for pid in left:
-            os.kill(pid, signal.SIGKILL)
-        if left:
-            raise AssertionError(f"{len(left)} processes are left")
-        events.append(f"exit {code}")
-        allowed = {0}
-        if attempt < cuts:
-            number = getattr(signal, name)
-            allowed |= {128 + number, -number, 130}  # -number: before the run began
+    events, met = [], []
+    for name, phase in [*cuts, (None, None)]:
+        process, allowed = start(out, log, ablate=under), {0}
+        if name:
+            text, phase, step = process.send(name, phase, rng)
+            met.append(phase)
+            allowed = codes(name, phase)
+        code = process.wait()
         if code not in allowed:
             with open(log, errors="replace") as f:
                 raise AssertionError(f"exit code {code}: {f.read().strip()[-500:]}")
-        if code == 0:
-            break
-    return ", ".join(events), out
+        if name:
+            events.append(f"{text}  exit {code:3d}")
+            reached = max((row["step"] for row in rows_of(out)), default=0)
+            if reached > step + 1:
+                raise AssertionError(f"a signal in step {step}, and the run went on to {reached}")
+    return out, "  ".join(events), met
 
 
 def main(argv):
-    options = dict(runs=40, seed=0, ablate=4, cuts=3)
+    options = dict(runs=40, seed=0, cuts=1)
     for arg in argv:
         key, _, value = arg.removeprefix("--").partition("=")
         options[key] = int(value)
-    rng, bad = random.Random(options["seed"]), 0
+    rng, bad, met = random.Random(options["seed"]), 0, Counter()
     with tempfile.TemporaryDirectory() as top:
         os.mkdir(os.path.join(top, "whole"))
-        _, whole = run(os.path.join(top, "whole"), None, rng, length=0, cuts=0)
+        whole, _, _ = run(os.path.join(top, "whole"), [], rng)
         rows = left_by(whole)["log.jsonl"]
-        began = os.path.getmtime(os.path.join(whole, "config.json"))
-        length = os.path.getmtime(os.path.join(whole, "model", "config.json")) - began
-        print(f"undisturbed: {len(rows)} lines of log in {length:.1f} s", flush=True)
+        rewards = [f"{r['eval_compressed']:.2f}" for r in rows if r["kind"] == "eval"]
+        print(f"undisturbed: {len(rows)} lines of log, held-out reward {' '.join(rewards)}",
+              flush=True)
         for i in range(options["runs"]):
-            name = SIGNALS[i % len(SIGNALS)]
-            ablate = bool(options["ablate"]) and i // len(SIGNALS) % options["ablate"] == 1
+            # every signal, alone and under ablate, meets one phase after the other
+            name, ablate = SIGNALS[i % 4], bool(i // 4 % 2)
+            phase = [*PHASES][(i // 8 + i % 8) % len(PHASES)]
             folder = os.path.join(top, str(i))
             os.mkdir(folder)
-            how = "under ablate" if ablate else "alone"
+            cuts = [(name, phase)] + [(name, p) for p in rng.choices([*PHASES],
+                                                                    k=options["cuts"] - 1)]
             try:
-                text, out = run(folder, name, rng, length=1.1 * length, ablate=ablate,
-                                cuts=rng.randint(1, options["cuts"]))
+                out, text, phases = run(folder, cuts, rng, ablate=ablate)
+                met.update(phases)
                 wrong = differences(whole, out)
-                text += ": equal" if not wrong else f": differs in {', '.join(wrong)}"
+                text += "  equal" if not wrong else f"  DIFFERS in {', '.join(wrong)}"
             except (AssertionError, OSError, ValueError, subprocess.TimeoutExpired) as e:
                 wrong, text = True, f"FAILED: {e}"
             bad += bool(wrong)
-            print(f"{i:3d} {name:7s} {how}: {text}", flush=True)
-    print(f"{options['runs'] - bad} of {options['runs']} runs ended as if nobody had cut them")
+            how = "under ablate" if ablate else "alone"
+            print(f"{i + 1:3d}  {name:7s}  {how:12s}  {text}", flush=True)
+    print("signals met: " + ", ".join(f"{phase} {n}" for phase, n in met.items()))
+    print(f"{options['runs'] - bad} of {options['runs']} runs ended as if nobody had cut them "
+          "and left no process")
     return bool(bad)
 
 

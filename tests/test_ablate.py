@@ -405,13 +405,15 @@ def test_cards(monkeypatch):
     assert ablate.cards() == ["4", "GPU-abc"]
 
 
-def test_a_real_run(tmp_path):
+def test_a_real_run(tmp_path, monkeypatch):
     out = tmp_path / "out"
     argv = ["config/naive.py --budget=30", f"--out={out}", "--seeds=1", "--steps=2", "--prompts=2",
-            "--group=2", "--eval_problems=2", "--device=cpu"]
+            "--group=2", "--prompt_tokens=64", "--eval_problems=2", "--device=cpu"]
     assert main(*argv) == 0
     row = cells((out / "table.md").read_text())["naive budget=30"]
     assert float(row[GAP].split(",")[0]) > 0.01 and row["KV kept"].startswith("1/")
+    assert (out / "ablate.png").exists()
+    monkeypatch.setattr(ablate, "figure", lambda arms, path: None)
     log = out / "naive,budget=30" / "0" / "log.jsonl"
     time_before = os.stat(log).st_mtime_ns
     assert main(*argv) == 0 and os.stat(log).st_mtime_ns == time_before

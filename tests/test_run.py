@@ -2,11 +2,13 @@
 import json
 import os
 import random
+import resource
 import shutil
 import signal
 import stat
 import subprocess
 import sys
+import time
 from types import SimpleNamespace
 
 import kills
@@ -17,7 +19,7 @@ from safetensors.torch import load_file
 
 import support.checkpoint
 import train
-from conftest import FAST, ROOT, read_checkpoint, read_log, run_train, train_here
+from conftest import FAST, ROOT, Forked, read_checkpoint, read_log, train_here
 from objectives.dpo import DPO
 from support.checkpoint import write_checkpoint, write_whole
 from support.metrics import Metrics
@@ -40,8 +42,8 @@ def test_resume_is_bitwise(finished, tmp_path):
     train_here("--steps=2", f"--out_dir={out}")
     train_here("--steps=2", "--seed=1", "--eval_every=99", f"--out_dir={other}")
     assert not same_weights(out, other)
-    code, _, errors = run_train("--resume=True", f"--out_dir={out}")
-    assert code == 0, errors
+    again = Forked(out + ".log", train.main, [*FAST, "--resume=True", f"--out_dir={out}"])
+    assert again.wait() == 0, open(out + ".log").read()
     whole, halves = read_checkpoint(finished[0]), read_checkpoint(out)
     assert whole["step"] == halves["step"] == 4 and same_weights(out, finished[0])
     states = [x["learner"]["optimizer"]["state"].values() for x in (whole, halves)]
@@ -121,6 +123,12 @@ def test_overwrite_begins_again(finished, tmp_path):
     assert not same_weights(out, finished[0])
 
 
+def hold_for_long(out_dir):
+    hold(out_dir)
+    print("held", flush=True)
+    time.sleep(100)
+
+
 def test_one_process_a_folder(finished, tmp_path):
     """While another process works in out_dir, a run there is refused and leaves it alone;
     afterwards it may begin."""
@@ -128,17 +136,17 @@ def test_one_process_a_folder(finished, tmp_path):
     out.mkdir()
     shutil.copy(os.path.join(finished[0], "config.json"), out)
     (out / "log.jsonl").write_text("theirs\n")
-    code = f"from support.run import hold; hold({str(out)!r}); print('held', flush=True); input()"
-    holder = subprocess.Popen([sys.executable, "-c", code], cwd=ROOT, text=True,
-                              stdin=subprocess.PIPE, stdout=subprocess.PIPE)
-    assert holder.stdout.readline() == "held\n"
+    said = tmp_path / "said"
+    holder = Forked(said, hold_for_long, str(out))
+    while holder.poll() is None and not (said.exists() and said.read_text() == "held\n"):
+        time.sleep(0.01)
     ask = ["--steps=1", "--overwrite=True", f"--out_dir={out}"]
     with pytest.raises(SystemExit) as e:
         train_here(*ask)
     assert str(e.value) == f"error: out_dir {str(out)!r} is in use by another process"
     assert (out / "log.jsonl").read_text() == "theirs\n"
     holder.kill()  # the lock goes with the process, however it ends
-    holder.communicate()
+    assert holder.wait() == -signal.SIGKILL
     train_here(*ask)
 
 
@@ -239,7 +247,7 @@ def cut(monkeypatch, call, number):
     return calls
 
 
-RARELY = ["--eval_batch=2", "--save_every=100"]
+RARELY = ["--group=2", "--eval_problems=2", "--eval_batch=1", "--save_every=100"]
 
 
 @pytest.fixture(scope="module")
@@ -296,34 +304,40 @@ def test_real_signals(tmp_path):
     """Processes that are cut at random moments, and what a resumed run makes of them (kills.py does
     more of it)."""
     rng, whole, cuts = random.Random(1), str(tmp_path / "whole"), {}
-    for name in ("SIGTERM", "SIGHUP", "SIGKILL"):
+    often = [*FAST, f"--steps={kills.STEPS}", "--eval_every=1"]
+    for name, phase in (("SIGTERM", "evaluation"), ("SIGHUP", "step"), ("SIGKILL", "checkpoint")):
         out = str(tmp_path / name)
-        cuts[name] = out, kills.start(out, None, out + ".log")
-    train_here(*kills.SETTINGS, f"--out_dir={whole}")
-    for name, (out, process) in cuts.items():
-        kills.wait_for_begin(process, out + ".log", 0)
-        kills.disturb(process, name, out + ".log", rng=rng, length=0.5)
-    for name, (out, process) in cuts.items():
-        number, code = getattr(signal, name), process.wait(timeout=60)
-        assert code in (128 + number, -number, 0), open(out + ".log").read()
-        assert kills.left_over(out) == []
-        train_here(*kills.SETTINGS, *kills.go_on(out), f"--out_dir={out}")
+        began = time.time()
+        child = Forked(out + ".log", train.main, [*often, f"--out_dir={out}"])
+        kills.Cut(child, out, out + ".log", began=began).send(name, phase, rng)
+        cuts[name] = out, child
+    train_here(*often, f"--out_dir={whole}")
+    for name, (out, child) in cuts.items():
+        assert child.wait() in kills.codes(name, "none"), open(out + ".log").read()
+        train_here(*often, *kills.go_on(out), f"--out_dir={out}")
         assert kills.differences(whole, out) == []
+
+
+def twice_in_a_rollout(*args):
+    """train.main that gets two signals."""
+    generate = train.generate
+
+    def interrupted(*args, **kwargs):
+        for number in (signal.SIGTERM, signal.SIGINT):
+            signal.raise_signal(number)
+        return generate(*args, **kwargs)
+
+    train.generate = interrupted
+    train.main([*FAST, *args])
 
 
 def test_a_second_signal_quits_at_once(tmp_path):
     """Nothing more is saved then."""
-    code = ("import signal, sys, train; f = train.generate\n"
-            "def g(*a, **k):\n"
-            "    for n in (signal.SIGTERM, signal.SIGINT): signal.raise_signal(n)\n"
-            "    return f(*a, **k)\n"
-            "train.generate = g; train.main(sys.argv[1:])")
-    out = tmp_path / "out"
-    p = subprocess.run([sys.executable, "-c", code, *FAST, f"--out_dir={out}"],
-                       cwd=ROOT, capture_output=True, text=True, timeout=100)
-    assert p.returncode == 130 and "saved in" not in p.stdout and not (out / "ckpt.pt").exists()
-    said = "SIGTERM: finishing this step, then saving; once more quits at once"
-    assert p.stderr.strip() == said
+    out, said = tmp_path / "out", tmp_path / "said"
+    assert Forked(said, twice_in_a_rollout, f"--out_dir={out}").wait() == 130
+    assert "saved in" not in said.read_text() and not (out / "ckpt.pt").exists()
+    last = "SIGTERM: finishing this step, then saving; once more quits at once\n"
+    assert said.read_text().endswith(last)
 
 
 def test_a_closed_terminal_hangs_up_twice(tmp_path, monkeypatch):
@@ -348,22 +362,27 @@ def test_a_closed_terminal_hangs_up_twice(tmp_path, monkeypatch):
     assert read_checkpoint(out)["step"] == 1
 
 
+def without_streams(*args):
+    """train.main in a process that has none, as `>&- 2>&-` starts it."""
+    sys.stdin = sys.stdout = sys.stderr = None
+    os.closerange(0, 3)
+    train.main(args)
+
+
 def test_what_cannot_be_printed(tmp_path):
     """A reader that leaves, an encoding without the letter, closed streams: the run ends well, its
     files are there. The control is a plain print."""
-    ways = dict(reader='PYTHONIOENCODING=ascii "$@" 2>&1 | head -1; exit ${PIPESTATUS[0]}',
-                closed='exec "$@" >&- 2>&-')
-    running = {}
-    for name, way in ways.items():
-        out = tmp_path / f"\u00fc-{name}"
-        command = [sys.executable, os.path.join(ROOT, "train.py"), *FAST, "--steps=1",
-                   "--eval_every=1", "--eval_problems=1", f"--out_dir={out}"]
-        running[name] = out, subprocess.Popen(["bash", "-c", way, "run", *command], text=True,
-                                              stdout=subprocess.PIPE, stderr=subprocess.PIPE)
-    for name, (out, process) in running.items():
-        printed, errors = process.communicate(timeout=120)
-        assert process.returncode == 0 and errors == "", (name, errors)
-        assert len(printed.splitlines()) == dict(reader=1, closed=0)[name]
+    ask = [*FAST, "--steps=1", "--eval_every=1", "--eval_problems=1"]
+    reader, closed, said = tmp_path / "\u00fc", tmp_path / "closed", tmp_path / "said"
+    command = [sys.executable, os.path.join(ROOT, "train.py"), *ask, f"--out_dir={reader}"]
+    way = 'PYTHONIOENCODING=ascii "$@" 2>&1 | head -1; exit ${PIPESTATUS[0]}'
+    process = subprocess.Popen(["bash", "-c", way, "run", *command], text=True,
+                               stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    assert Forked(said, without_streams, *ask, f"--out_dir={closed}").wait() == 0
+    printed, errors = process.communicate(timeout=120)
+    assert process.returncode == 0 and errors == "" and len(printed.splitlines()) == 1
+    assert said.read_text() == ""
+    for out in (reader, closed):
         assert len(read_log(out)[1]) == 1 and (out / "model" / "model.safetensors").exists()
     plain = 'python -c "for i in range(100000): print(i)" 2>/dev/null | head -1; ' \
             "exit ${PIPESTATUS[0]}"
@@ -385,19 +404,22 @@ def test_tell(tmp_path):
         f.write("a")
 
 
+def on_a_full_disk(*args):
+    """train.main that can write no file of more than 200 kB."""
+    resource.setrlimit(resource.RLIMIT_FSIZE, (200_000, 200_000))
+    train.main([*FAST, *args])
+
+
 def test_full_disk(tmp_path):
     """A write that fails half-way says so in one line and leaves the checkpoint before it whole."""
-    out, often = str(tmp_path / "out"), ["--save_every=1", "--eval_every=99", "--eval_problems=1"]
-    train_here("--steps=1", *often, f"--out_dir={out}")
-    code = ("import resource, sys, train; "
-            "resource.setrlimit(resource.RLIMIT_FSIZE, (200_000, 200_000)); "
-            "train.main(sys.argv[1:])")
-    ask = [*FAST, *often, "--resume=True", f"--out_dir={out}"]
-    p = subprocess.run([sys.executable, "-c", code, *ask], cwd=ROOT, capture_output=True,
-                       text=True, timeout=200)
-    assert p.returncode == 1 and p.stderr.strip().startswith("error: could not write")
-    assert p.stderr.strip().endswith(f"{out}/ckpt.pt holds step 1")
-    assert len(p.stderr.strip().splitlines()) == 1
+    out, said = str(tmp_path / "out"), tmp_path / "said"
+    often = ["--save_every=1", "--eval_every=99", "--eval_problems=1", f"--out_dir={out}"]
+    train_here("--steps=1", *often)
+    assert Forked(said, on_a_full_disk, *often, "--resume=True").wait() == 1
+    before, *errors = said.read_text().split("error: ")
+    assert len(errors) == 1 and errors[0].startswith("could not write")
+    assert errors[0].endswith(f"{out}/ckpt.pt holds step 1\n") and errors[0].count("\n") == 1
+    assert before.splitlines()[-1].startswith("step ")
     assert read_checkpoint(out)["step"] == 1
     assert not os.path.exists(os.path.join(out, "ckpt.pt.tmp"))
 
@@ -422,8 +444,9 @@ def test_damaged_checkpoint(finished, tmp_path, damage):
     assert str(e.value).endswith(f"{out}/ckpt-previous.pt is whole and holds step 2: rename it to "
                                  "ckpt.pt and resume from it")
     os.replace(out / "ckpt-previous.pt", out / "ckpt.pt")
-    train_here("--resume=True", f"--out_dir={out}")
-    assert kills.differences(finished[0], out) == []
+    if damage == "half":  # the others would go on from the same files
+        train_here("--resume=True", f"--out_dir={out}")
+        assert kills.differences(finished[0], out) == []
 
 
 def test_every_flipped_bit_is_found(tmp_path):

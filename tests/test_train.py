@@ -51,7 +51,7 @@ def test_run_leaves_what_it_promises(finished):
     assert [list(r)[0] for r in rows] == ["kind"] * 7
     assert [r["kind"] for r in rows] == "eval step step eval step step eval".split()
     for r in [r for r in rows if r["kind"] == "step"]:
-        assert r["length"] == r["tokens"] / 16 and 1 <= r["length"] <= 5
+        assert r["length"] == r["tokens"] / 8 and 1 <= r["length"] <= 5
         assert r["tokens_per_s"] == pytest.approx(r["tokens"] / r["rollout_s"])
         assert r["lr"] == pytest.approx(3e-4 * (r["step"] + 1) / 6)  # five steps of warm-up
     for r in steps:
@@ -97,7 +97,7 @@ def test_problem_files(tmp_path):
     good = [json.dumps(dict(question=f"The code for apple is {i}. What is it?", answer=str(i)))
             for i in range(20)]
     too_long = json.dumps(dict(prompt="apple " * 300, answer="1"))
-    for lines, say in (([*good, too_long], "1 of 21 prompts .* prompt_tokens=96, .* has 3.. "),
+    for lines, say in (([*good, too_long], "1 of 21 prompts .* prompt_tokens=64, .* has 3.. "),
                        ([*good, "{"], "p.jsonl:21 is not JSON"),
                        ([], "holds no problem"), (good[:5], "p.jsonl: 5 are too few"),
                        ([*good, '{"prompt": "x", "answer": null}'], ":21 needs")):
