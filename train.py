@@ -50,7 +50,7 @@ resume = False           # go on from out_dir/ckpt.pt
 overwrite = False        # throw away the run that out_dir holds
 seed = 0
 device = "auto"          # auto: cuda if there is one; cpu, cuda, cuda:1
-dtype = "auto"           # of the weights: float32, bfloat16; auto: see BFLOAT16_FROM
+dtype = "auto"           # of the weights: float32, bfloat16; auto: by size on cuda, else float32
 # model and task
 model = TINY             # a folder or a hub name; here the embedded checkpoint
 task = "kv"              # needle, kv, own, hop, sum, or a .jsonl file of problems
@@ -121,8 +121,9 @@ RANGES = dict(
 MAY_CHANGE = {  # on resume; the last two because a run may end for want of memory
     "resume", "overwrite", "out_dir", "device", "steps", "eval_every", "eval_batch", "save_every",
     "micro_rows", "checkpointing"}
-# smaller models gain no speed by bfloat16, and learn less: dtype=auto leaves them in float32
-BFLOAT16_FROM = 50_000_000  # parameters
+# parameters; smaller models gain little or no time by bfloat16 (docs/reproduce.md), so dtype=auto
+# leaves them in float32
+BFLOAT16_FROM = 30_000_000
 
 
 def main(argv):
