@@ -192,9 +192,10 @@ def difference(was, c, identity, equal, where):
             return (f"{key} {shown(getattr(c, key))} has other contents now than when the run in "
                     f"{where!r} began")
     for key in sorted(equal):
-        if was.get(key) != getattr(c, key):
-            return (f"{key} was {shown(was.get(key))} in the run in {where!r}, now it is "
-                    f"{shown(getattr(c, key))}")
+        old, new = was.get(key), getattr(c, key)
+        if type(old) is not type(new) or old != new:
+            return (f"{key} was {shown(old)} in the run in {where!r}, now it is "
+                    f"{shown(new)}")
     return ""
 
 

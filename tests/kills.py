@@ -116,6 +116,7 @@ class Cut:
 
     def __init__(self, popen, out, said, began):
         self.popen, self.out, self.said, self.began = popen, out, said, began
+        self.best = os.path.join(out, "best", "run.json")
 
     def has_spoken(self):
         """Before that it imports and loads."""
@@ -123,6 +124,11 @@ class Cut:
             return False
         about = os.stat(self.said)  # what was said before is older
         return about.st_size > 0 and about.st_mtime >= self.began
+
+    def holds_step(self):
+        """Is best/ whole? Its list says the step after its last file."""
+        with open(self.best) as f:
+            return json.load(f)["step"] is not None
 
     def stands(self):
         """-> phase of the run, its step"""
@@ -134,9 +140,10 @@ class Cut:
             return "start-up", step
         if (kind, step) == ("eval", STEPS):
             return "end", step
-        writing = [name for name in os.listdir(self.out) if name.endswith(".tmp")]
-        if writing:
-            return ("best" if writing == ["best.tmp"] else "checkpoint"), step
+        if any(name.endswith(".tmp") for name in os.listdir(self.out)):
+            return "checkpoint", step
+        if os.path.exists(self.best) and not self.holds_step():
+            return "best", step
         if kind == "step":
             return "evaluation", step + 1
         if kind == "none":
@@ -178,6 +185,8 @@ def codes(name, phase):
     """Exit codes that may follow a signal."""
     number = getattr(signal, name)
     allowed = {128 + number, -number}  # -number: before the run listens
+    if phase == "start-up":
+        allowed.add(1)  # an interrupted import may fail in a way of its own
     return allowed | {0} if phase in ("end", "none") else allowed
 
 
