@@ -480,6 +480,8 @@ def first_master(state):
     ("step -1 and sizes", lambda s: s.update(step=-1)),
     ("step must be of type int, got bool", lambda s: s.update(step=True)),
     ("memory must be of type dict, got list", lambda s: s.update(memory=[])),
+    ("period was tensor", lambda s: s["config"].update(period=torch.zeros(3))),
+    ("seed was false in", lambda s: s["config"].update(seed=False)),
     ("learner must be of type dict, got NoneType", lambda s: s.pop("learner")),
     ("sizes .None, ", lambda s: s["sizes"].pop("log.jsonl")),
     ("no list of tensors named masters", lambda s: s["learner"].pop("masters")),
