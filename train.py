@@ -61,7 +61,7 @@ skip_long = False        # leave out problems of a file that are too long, inste
 prompts = 16             # prompts per step; 4 .. 128
 group = 8                # samples per prompt; 2 .. 64, and 1 will do for ppo
 max_new_tokens = 5       # longest response in tokens
-temperature = 1.0        # of the sampler and every log-prob; at 0 a group holds one answer G times
+temperature = 1.0        # of the sampler and every log-prob; 0.01 .. 100
 evict = "snapkv"         # none, snapkv, rkv, h2o, recent, random: the names in kvcache.EVICT
 budget = 24              # prompt keys kept per layer and KV head, window and sinks included
 spread = "uniform"       # of the budget over layers and KV heads: uniform, pyramid, adaptive
@@ -108,9 +108,9 @@ CHOICES = dict(
 CUTS = "it cuts the support the learner scores, so every ratio would be biased"
 REFUSED = dict(top_p=CUTS, top_k=CUTS, min_p=CUTS)
 MANY = 10**9
-# the least group is the objective's to say, budget, window and sinks are Eviction's
+# Eviction says more on budget, window and sinks, an objective on group
 RANGES = dict(
-    prompts=(1, 10**6), group=(0, 10**6), prompt_tokens=(1, MANY), max_new_tokens=(1, MANY),
+    prompts=(1, 10**6), group=(1, 10**6), prompt_tokens=(1, MANY), max_new_tokens=(1, MANY),
     period=(1, MANY), updates=(1, 1000), micro_rows=(1, MANY), steps=(1, MANY),
     eval_every=(1, MANY), eval_problems=(1, 10**6), eval_batch=(1, 10**6), save_every=(1, MANY),
     warmup=(0, MANY), budget=(0, MANY), window=(0, MANY), sinks=(0, MANY),

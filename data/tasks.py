@@ -370,7 +370,7 @@ def shuffled(n, seed, lap):
     return random.Random(f"file/{seed}/{lap}").sample(range(n), n)
 
 
-# rewards: a rule maps (text, gold answer) to True or False
+# rewards: a rule maps (text, gold answer) to True, False or what the text earns
 
 # thousands come in groups of three behind commas, apostrophes or thin spaces; a point before the
 # first digit is one unless it ends something ("v.5", "...5")
@@ -467,9 +467,9 @@ def after_thought(text, thinks):
 
 
 def reward(problem, text):
-    """1.0 if the response text answers the problem, else 0.0. text: without stop tokens, which
-    would be words of it. Empty text, a thought, or a gold answer that its rule cannot read
-    earns 0. Problems from a file are judged by their last number if the gold answer is one
+    """What the response text earns: 1.0 if it answers the problem, else 0.0, or whatever number
+    the rule of a task of your own returns. text: without stop tokens, which would be words of
+    it. Empty text, a thought, or a gold answer that its rule cannot read earns 0. Problems from a file are judged by their last number if the gold answer is one
     number, else by their words. ValueError where a task's rule returns no finite number."""
     text = after_thought(text, problem.thinks)
     if problem.task in TASKS:
@@ -515,6 +515,9 @@ class Problems:
             self.file = split_file(read_problems(task, self.notes), name=task)
             self._check_lengths(skip_long)
             self.n_eval = min(n_eval, len(self.file["eval"]))
+            train, held_out = len(self.file["train"]), len(self.file["eval"])
+            self.notes.append(f"{task}: {train} problems to train on, {held_out} held out (every "
+                              f"{HOLD_OUT}th), {n_eval} wanted")
             words = sum(not is_number(p.answer) for pool in self.file.values() for p in pool)
             if words:
                 self.notes.append(f"{task}: {words} answers are no numbers and have to be given "

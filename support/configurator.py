@@ -118,7 +118,7 @@ def read_file(path, defaults):
     it does wrong is its fault: the error says which file."""
     where = printable(path)
     if not os.path.isfile(path):
-        what = "no such config file (options are written --key=value)"
+        what = "no such config file (settings are written --key=value, --help lists them)"
         if os.path.exists(path):
             what = "a config file must be a file, not a folder, a device or a pipe"
         raise ValueError(f"{where}: {what}")

@@ -408,8 +408,10 @@ def test_prompts_that_are_too_long(tmp_path, checkpoint):
         Problems(path, tokens=50, **make)
     some = Problems(path, tokens=50, skip_long=True, **make)
     every = Problems(path, tokens=999, **make)
-    note, = some.notes
-    assert "3 of 60 prompts are longer" in note and "left out" in note and every.notes == []
+    note, split = some.notes
+    assert "3 of 60 prompts are longer" in note and "left out" in note
+    assert split == f"{path}: 52 problems to train on, 5 held out (every 10th), 99 wanted"
+    assert every.notes == [f"{path}: 54 problems to train on, 6 held out (every 10th), 99 wanted"]
     assert every.n_eval == 6 and some.n_eval == 5
     for split, gone in (("eval", {"10"}), ("train", {"3", "57"})):
         left = {p.answer for p in some.file[split]}
@@ -418,8 +420,8 @@ def test_prompts_that_are_too_long(tmp_path, checkpoint):
         Problems(path, tokens=3, skip_long=True, **make)
     words = [dict(row, answer="word" if i % 2 else row["answer"]) for i, row in enumerate(rows)]
     words = Problems(write_lines(tmp_path / "b.jsonl", words), tokens=999, **make)
-    assert words.notes == [f"{tmp_path}/b.jsonl: 30 answers are no numbers and have to be given "
-                           "word for word"]
+    assert words.notes[1:] == [f"{tmp_path}/b.jsonl: 30 answers are no numbers and have to be "
+                               "given word for word"]
 
 
 def with_template(folder, template):

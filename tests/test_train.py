@@ -135,7 +135,7 @@ def test_problem_files(tmp_path):
     ("out_dir is empty", ["--out_dir="]),
     ("group must be at least 2", ["--group=1"]),
     ("group must be at least 2", ["config/dpo.py", "--group=1"]),
-    ("group must be at least 1", ["config/ppo.py", "--group=0"]),
+    ("group must be between 1", ["config/ppo.py", "--group=0"]),
     ("objective must be one of grpo, ppo, dpo", ["--objective=nothing"]),
     ("correction must be one of none, tis, mis, sparse_rl", ["--correction=vtrace"]),
     ("learner=shadow both are one policy", ["--correction=tis"]),
