@@ -29,11 +29,12 @@ import math
 import os
 import random
 import re
-import unicodedata
 from dataclasses import dataclass, replace
 from decimal import Decimal, InvalidOperation
 
 import numpy as np
+
+from data.answers import after_thought, exact, is_number, last_number, only_number
 
 THINGS = """anchor apple arrow badge ball banner barrel basket bell blanket boat bottle bowl box
 bridge broom brush bucket button cabin camera candle carpet castle chain chair clock coat coin
@@ -370,107 +371,14 @@ def shuffled(n, seed, lap):
     return random.Random(f"file/{seed}/{lap}").sample(range(n), n)
 
 
-# rewards: a rule maps (text, gold answer) to True, False or what the text earns
-
-# thousands come in groups of three behind commas, apostrophes or thin spaces; a point before the
-# first digit is one unless it ends something ("v.5", "...5")
-DIGITS = (r"(?:\d{1,3}(?:[,'’\u00a0\u2009\u202f]\d{3})+(?!\d)|\d+)(?:\.\d+)?"
-          r"|(?<![\w.)\]}])\.\d+")
-# no digits of a name or an exponent (X7, x^2); a minus is a sign unless something stands right
-# before it; 3e4, 3 x 10^4 and 2^10 are one number each
-NUMBER = re.compile(
-    r"(?P<sign>(?<![\w)\]}^])(?<!\^\{)[-+])?[$€£]?"
-    r"(?<![A-Za-z_\d^])(?<!\d\.)(?<!\^\{)(?<!\^[-+])(?<!\^\{[-+])"
-    rf"(?:(?:(?P<times>{DIGITS})\s*[x×·*]\s*)?(?P<base>{DIGITS})\s*\^\s*\{{?(?P<power>[-+]?\d+)"
-    rf"|(?P<digits>{DIGITS})(?:[eE](?P<exponent>[-+]?\d+))?)", re.ASCII)
-# what may stand between alternatives, "41, or maybe 42", and within what is no number: 12:30
-HEDGE = re.compile(r"(?:[\s,;/|&*()\-–]|or|and|maybe|perhaps)*|:")
-# minus, hyphens, en dash, full-width -> the ASCII sign
-MINUS = dict.fromkeys(map(ord, "\u2212\u2010\u2011\u2013\ufe63\uff0d"), "-")
-WIDE = dict(zip(map(ord, "０１２３４５６７８９"), "0123456789"))
-SUPERSCRIPTS = str.maketrans("⁰¹²³⁴⁵⁶⁷⁸⁹⁻⁺", "0123456789-+")
-
-
-def plain(text):
-    """The ways in which LaTeX and typography write numbers and spaces, written plainly:
-    9{,}500, 9\\,500, 9~500, \\$5, 3 \\times 10^{4}, 10⁴, \\frac{1}{2}, −5."""
-    text = text.replace("{,}", ",").translate(MINUS | WIDE)
-    text = re.sub(r"(?<=\d)(?:\\[,;:! ]|~)(?=\d{3}(?!\d))", ",", text)
-    text = re.sub(r"\\[dt]?frac\{([^{}]*)\}\{([^{}]*)\}", r"\1/\2", text)
-    text = re.sub(r"\\([$%])", r"\1", text)
-    text = re.sub(r"\\(?:times|cdot)(?![A-Za-z])", "×", text)
-    text = re.sub(r"(?<=\d)\*\*(?=[-+\d])", "^", text)
-    return re.sub(r"(?<=\d)[⁻⁺]?[⁰¹²³⁴⁵⁶⁷⁸⁹]+", lambda m: "^" + m[0].translate(SUPERSCRIPTS), text)
-
-
-def numbers(text):
-    """Every number in plain(text) -> list of (value, start, end) there; "-$1,234.50" is one."""
-    text = plain(text)
-    return [(value_of(m), *m.span()) for m in NUMBER.finditer(text)]
-
-
-def value_of(m):
-    """A match of NUMBER -> Decimal, NaN beyond its range"""
-    digits = re.sub(r"[^\d.]", "", m["digits"] or m["times"] or "1")
-    try:
-        value = Decimal(f"{m['sign'] or ''}{digits}e{m['exponent'] or 0}")
-        if m["base"]:
-            value *= Decimal(re.sub(r"[^\d.]", "", m["base"])) ** int(m["power"])
-        return value
-    except (ArithmeticError, ValueError):
-        return Decimal("NaN")
-
-
-def is_number(gold):
-    """Is a gold answer one number, but for its unit of money or percent and its full stop?"""
-    return NUMBER.fullmatch(plain(gold).strip().strip("$€£").rstrip(" .%}")) is not None
-
-
-def exact(text, gold):
-    """Same words, whatever the case, spacing and outer punctuation."""
-    return words(text) == words(gold) != ""
-
-
-def words(text):
-    text = unicodedata.normalize("NFC", plain(text)).casefold()
-    text = re.sub(r"\\(?:boxed|text|mathrm)\{([^{}]*)\}", r"\1", text)
-    text = re.sub(r"\s*=\s*", "=", " ".join(text.split()))
-    return text.strip(" .,:;!?\"'`*()[]“”‘’")
-
-
-def only_number(text, gold):
-    """The gold number occurs and no other number does: "4817 or 9999" is no answer."""
-    want, got = numbers(gold), {value for value, _, _ in numbers(text)}
-    return len(want) == 1 and got == {want[0][0]}
-
-
-def last_number(text, gold):
-    """The last number is the gold one, and the number before it is not offered as an
-    alternative ("41 or 42")."""
-    text = plain(text)
-    want, got = numbers(gold), numbers(text)
-    if len(want) != 1 or not got or got[-1][0] != want[0][0]:
-        return False
-    if len(got) == 1 or got[-2][0] == got[-1][0]:
-        return True
-    between = text[got[-2][2]:got[-1][1]].casefold()
-    return not HEDGE.fullmatch(between)
-
-
-def after_thought(text, thinks):
-    """What follows the last thought; nothing where a thought stays open. thinks: it began in
-    the prompt."""
-    _, closed, rest = text.rpartition("</think>")
-    if "<think>" in rest or (thinks and not closed):
-        return ""
-    return rest.strip()
-
+# rewards
 
 def reward(problem, text):
     """What the response text earns: 1.0 if it answers the problem, else 0.0, or whatever number
     the rule of a task of your own returns. text: without stop tokens, which would be words of
-    it. Empty text, a thought, or a gold answer that its rule cannot read earns 0. Problems from a file are judged by their last number if the gold answer is one
-    number, else by their words. ValueError where a task's rule returns no finite number."""
+    it. Empty text, a thought, or a gold answer that its rule cannot read earns 0. Problems from
+    a file are judged by their last number if the gold answer is one number, else by their
+    words. ValueError where a task's rule returns no finite number."""
     text = after_thought(text, problem.thinks)
     if problem.task in TASKS:
         rule = TASKS[problem.task][1]
@@ -551,9 +459,18 @@ class Problems:
         self.notes.append(f"{what}: they are left out")
 
     def get(self, split, indices):
-        """-> problems number `indices` of a split, "train" or "eval"; their prompts"""
+        """-> problems number `indices` of a split, "train" or "eval"; their prompts. ValueError
+        names the one that the chat template refuses."""
         out = [self.one(split, i) for i in indices]
-        return out, [self.encode(p.text) for p in out]
+        prompts = []
+        for i, p in zip(indices, out):
+            try:
+                prompts.append(self.encode(p.text))
+            except ValueError as e:
+                raise ValueError(f"{split} problem {i} of {self.task}: {e}") from None
+            if not prompts[-1]:
+                raise ValueError(f"{split} problem {i} of {self.task}: the prompt has no tokens")
+        return out, prompts
 
     def one(self, split, i):
         if self.file is None:

@@ -122,7 +122,7 @@ def read_file(path, defaults):
         if os.path.exists(path):
             what = "a config file must be a file, not a folder, a device or a pipe"
         raise ValueError(f"{where}: {what}")
-    scope = {}
+    scope = {"__file__": os.path.abspath(path)}
     line = ""
     try:
         with open(path, "rb") as f:

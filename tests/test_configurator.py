@@ -167,6 +167,11 @@ def test_help_of_experiments(capsys):
     assert "--prompts=16" not in said
 
 
+def test_a_config_file_knows_where_it_stands(tmp_path):
+    said = read(tmp_path, "import os\ntask = os.path.join(os.path.dirname(__file__), 'a.jsonl')")
+    assert said["task"] == str(tmp_path / "a.jsonl")
+
+
 # what experiments share
 
 def test_arguments_are_refused_in_one_line():

@@ -7,13 +7,13 @@ import numpy as np
 import pytest
 
 from data import tasks
+from data.answers import numbers
 from data.tasks import (
     TASKS,
     Problem,
     Problems,
     exact,
     file_problem,
-    numbers,
     problem,
     prompt_encoder,
     read_problems,
@@ -100,7 +100,23 @@ JUDGED = [  # gold, text, what it earns
     (r"3 \times 10^{4}", "3e4", 1), ("10", "3 × 10⁴", 0),
     ("50%", "50", 1), ("50%", r"50\%", 1), ("50%", "0.5", 0), ("5.", "5", 1), ("5 €", "5", 1),
     ("+5", "5", 1), ("+5", "-5", 0), ("1", "1e99999999999999999999", 0),
+    # what is offered beside the last number, however often that is said
+    ("42", "41 or 42 42", 0), ("42", "41 or 42 or 42", 0), ("42", "40 41 42 42", 0),
+    ("42", "41，42", 0), ("42", "41、42", 0), ("42", "41·42", 0), ("42", "6 * 7 = 42\n#### 42", 1),
+    ("20", "40-20=20\n#### 20", 1),
+    # signs
+    ("5", "minus 5", 0), ("5", "negative 5", 0), ("5", "-(5)", 0), ("5", "-{5}", 0),
+    ("5", "{-}5", 0), ("5", "x = - 5", 0), ("5", "±5", 0), ("5", "-+5", 0), ("-5", "--5", 0),
+    ("-5", "minus 5", 1), ("-5", "-(5)", 1), ("-5", "x = - 5", 1), ("5", "- 5", 1),
     # a part of a number is none
+    ("12", "12:12", 0), ("2", "2^{1/2}", 0), ("2", "2^n", 0), ("2", "2^{n}", 0), ("5", "2^(5)", 0),
+    ("32", "2^(5)", 1), ("3", "10^{- 3}", 0), ("0.001", "10^{- 3}", 1), ("3", "x^{ 3}", 0),
+    ("500", "9，500", 0), ("9500", "９，５００", 1), ("5", "０．５", 0), ("0.5", "０．５", 1),
+    ("2", "१2", 0), ("2", "١2", 0), ("2", "①2", 0), ("2", "2½", 0), ("12", "𝟏2", 1),
+    ("2", "1\u200b2", 0), ("12", "1\u200b2", 1), ("2", "1\u00ad2", 0), ("2", "1\ufeff2", 0),
+    ("2", "1⁄2", 0), ("2", "1∕2", 0), ("2", "1÷2", 0), ("2", r"\cfrac{1}{2}", 0),
+    ("500", "9&nbsp;500", 0), ("500", r"9\thinspace 500", 0), ("500", r"9{\,}500", 0),
+    ("500", "9·500", 0), ("5", "5_000", 0), ("5000", "5_000", 1), ("0", "10^-99999999", 0),
     ("5", "5x10⁴", 0), ("50000", "5x10⁴", 1), ("500", "9~500", 0), ("0", "1'000", 0),
     ("10", "2^10", 0), ("5", "5²", 0), ("30", "12:30", 0), ("2", "x^2", 0), ("9", "9^9999999", 0),
     ("5", r"\frac{1}{5}", 0), ("12", "so: 12", 1), ("12", "１２", 1),
@@ -123,7 +139,8 @@ def test_numbers_of_any_size_are_read_in_no_time():
     huge = "9" * 100_000
     assert score("file", huge, f"It is {huge}.") == 1.0 and score("file", huge, huge + "0") == 0.0
     assert score("file", "5", "1e999999999") == score("file", "5", "1e-999999999") == 0.0
-    for text in ("1," * 20_000, "1 x " * 20_000, "1" + " " * 50_000, "<think>" * 20_000):
+    for text in ("1," * 20_000, "1 x " * 20_000, "1" + " " * 50_000, "<think>" * 20_000,
+                 "- " * 20_000, "-+" * 20_000, "1:" * 20_000, "2^{" * 20_000, "-( " * 20_000):
         assert score("file", "5", text) == 0.0
 
 
@@ -422,6 +439,26 @@ def test_prompts_that_are_too_long(tmp_path, checkpoint):
     words = Problems(write_lines(tmp_path / "b.jsonl", words), tokens=999, **make)
     assert words.notes[1:] == [f"{tmp_path}/b.jsonl: 30 answers are no numbers and have to be "
                                "given word for word"]
+
+
+def test_a_prompt_that_the_template_refuses_is_named(tmp_path, checkpoint):
+    _, tok = checkpoint
+    rows = [{"prompt": f"word {i}", "answer": str(i)} for i in range(20)]
+    problems = Problems(write_lines(tmp_path / "a.jsonl", rows), tok=tok, seed=0, tokens=99,
+                        n_eval=9)
+    encode = problems.encode
+
+    def refuse(text):
+        if text == "word 10":
+            raise ValueError("not this one")
+        return encode(text) if text != "word 0" else []
+
+    problems.encode = refuse
+    with pytest.raises(ValueError, match="^eval problem 1 of .*a.jsonl: not this one"):
+        problems.get("eval", [1])
+    with pytest.raises(ValueError, match="^eval problem 0 of .*a.jsonl: the prompt has no tokens"):
+        problems.get("eval", [0])
+    assert len(problems.get("train", [0])[1]) == 1
 
 
 def with_template(folder, template):
