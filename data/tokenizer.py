@@ -540,19 +540,19 @@ def read_template(path, config):
             return None
         if type(source) is not str:
             raise ValueError(f"chat_template is {shown(source)}, must be text")
-        return Template(source)
+        return Template(source, os.path.join(path, name))
 
 
 class Template:
     """A chat template, a program from the internet: sandboxed, it cannot change what it is
     handed, and what it loops and writes is bounded.
 
-    variables: the names that it takes from outside. Raises ValueError."""
+    file: where it stands. variables: the names that it takes from outside. Raises ValueError."""
 
-    def __init__(self, source):
+    def __init__(self, source, file):
         from jinja2 import TemplateError, meta, nodes
 
-        self.source, self.turns = source, 0
+        self.source, self.file, self.turns = source, file, 0
         env = environment()
         env.globals["count_turn"] = self._count
         count = env.parse("{{ count_turn() }}").body  # writes nothing
@@ -581,7 +581,7 @@ class Template:
                 parts.append(part)
         except Exception as e:  # a template is a program: whatever it does wrong is its fault
             why = " ".join(str(e).split()) or type(e).__name__
-            raise ValueError(f"chat template: {why}") from None
+            raise ValueError(f"{self.file}: chat template: {why}") from None
         return "".join(parts)
 
 

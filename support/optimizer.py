@@ -82,7 +82,7 @@ class Masters:
         try:
             self.optimizer.load_state_dict(state["optimizer"])
             fits = all(map(self.has_moments, self.masters))
-        except (KeyError, TypeError, ValueError, AttributeError, RuntimeError):
+        except Exception:  # whatever its first wrong entry leads to
             fits = False
         if not fits:
             raise ValueError(f"{name}: its optimizer state does not fit the model")

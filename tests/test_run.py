@@ -489,6 +489,8 @@ def first_master(state):
     ("not finite numbers", lambda s: s["learner"]["masters"][0].fill_(float("nan"))),
     ("optimizer state does not fit", lambda s: s["learner"].pop("optimizer")),
     ("optimizer state does not fit", lambda s: first_master(s).pop("exp_avg")),
+    ("optimizer state does not fit",
+     lambda s: s["learner"]["optimizer"].update(param_groups=torch.zeros(1, 1))),
     ("optimizer state does not fit", lambda s: first_master(s).update(exp_avg=torch.zeros(3))),
 ])
 def test_checkpoints_of_another_kind(finished, tmp_path, say, change):
