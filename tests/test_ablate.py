@@ -2,6 +2,7 @@
 train.py, once with the real one."""
 import fcntl
 import glob
+import importlib.util
 import inspect
 import io
 import json
@@ -412,7 +413,8 @@ def test_a_real_run(tmp_path, monkeypatch):
     assert main(*argv) == 0
     row = cells((out / "table.md").read_text())["naive budget=30"]
     assert float(row[GAP].split(",")[0]) > 0.01 and row["KV kept"].startswith("1/")
-    assert (out / "ablate.png").exists()
+    there = importlib.util.find_spec("matplotlib") is not None
+    assert (out / "ablate.png").exists() == there
     monkeypatch.setattr(ablate, "figure", lambda arms, path: None)
     log = out / "naive,budget=30" / "0" / "log.jsonl"
     time_before = os.stat(log).st_mtime_ns
