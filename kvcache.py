@@ -412,12 +412,18 @@ class KVCache:
 SCORE_BYTES = 32 * 2**20  # fp32 attention (or similarity) held at a time, about twice
 
 
+def slice_sizes(q, k):
+    """-> query heads per KV head; KV heads whose attention is held at a time; queries of one KV
+    head, where even its attention is too large"""
+    (W, nh, _), (n, nkv, _) = q.shape, k.shape
+    g = nh // nkv
+    return g, max(1, SCORE_BYTES // (4 * g * W * n)), max(1, min(W, SCORE_BYTES // (4 * g * n)))
+
+
 def received(q, k, elsewhere=None):
     """attention(q, k, elsewhere) summed over its queries -> (nkv, g, n)"""
-    (W, nh, _), (n, nkv, _) = q.shape, k.shape
-    g = nh // nkv                                                        # query heads per KV head
-    heads = max(1, SCORE_BYTES // (4 * g * W * n))                       # KV heads at a time
-    rows = max(1, min(W, SCORE_BYTES // (4 * g * n)))                    # and, of one head, queries
+    W, (n, nkv, _) = len(q), k.shape
+    g, heads, rows = slice_sizes(q, k)
     total = []
     for h in range(0, nkv, heads):
         mine = slice(h * g, (h + heads) * g)                             # query heads
@@ -435,10 +441,8 @@ def received(q, k, elsewhere=None):
 def relative(q, k):
     """Softmax over all of k, for each query, of the largest logit of the query heads, averaged over
     the queries -> (nkv, n)"""
-    (W, nh, _), (n, nkv, _) = q.shape, k.shape
-    g = nh // nkv                                                        # query heads per KV head
-    heads = max(1, SCORE_BYTES // (4 * g * W * n))                       # KV heads at a time
-    rows = max(1, min(W, SCORE_BYTES // (4 * g * n)))                    # and, of one head, queries
+    W, nkv = len(q), k.shape[1]
+    g, heads, rows = slice_sizes(q, k)
     total = []
     for h in range(0, nkv, heads):
         part = 0
