@@ -139,6 +139,17 @@ def last_number(text, gold):
     return True
 
 
+def in_form(text, gold):
+    """The fraction of gold's codes, numbers of four digits, that stand in their places; 0 if
+    anything else differs from gold."""
+    codes = r"\d{4}"
+    found = re.fullmatch(re.sub(codes, r"(\\d{4})", re.escape(gold)), text, re.ASCII)
+    if not found:
+        return 0.0
+    want = re.findall(codes, gold)
+    return sum(a == b for a, b in zip(found.groups(), want)) / len(want)
+
+
 def after_thought(text, thinks):
     """What follows the last thought; nothing where a thought stays open. thinks: it began in
     the prompt."""

@@ -4,24 +4,20 @@ Makes the small checkpoint in data/tiny/ from nothing: a tokenizer, a Qwen3-shap
 
     python -m data.pretrain [FOLDER]      # data/tiny unless named
 
-The idea. The checkpoint should look up a code in a list of facts, but not surely: RL needs
-something to improve. On real prompts right after copying the model stays at "some code of the
-list". A curriculum helps:
+The idea. The checkpoint should look up codes in a list of facts, one or several at once, as the
+tasks kv, kv4 and kv16 ask. On real prompts right after copying a small model stays at "some code of
+the list". A curriculum helps:
 1. copying. Rows of random tokens in which one span stands twice, at other places in every row,
    until the model continues the second occurrence: this forms the induction circuit (what came
    after this token the last time?).
-2. the task with gaps closed. " apple is 4817" answers "apple?" by induction only if nothing stands
+2. the task with gaps closed. " apple is 4817" answers " apple" by induction only if nothing stands
    between key and code. So rows first lose all tokens but keys, digits and the stop token, then,
    as accuracy allows, fewer and fewer kinds of them, until they are the real prompts. Each list of
    facts is asked about several times, to be efficient.
-Training ends early on purpose, when a third of the sampled answers to held-out problems (most of
-the greedy ones) are right.
+Codes are found first; the order of the keys in long answers comes last. Training ends when a
+sampled answer of 64 tokens has its form more often than not.
 
-data/tiny: this command, seed 0, 2 threads, 1,133 steps, 6.8 minutes on two CPU cores, bit
-for bit the same when repeated at commit 61f81a6; later ones sum in another order. Held-out
-prompts of up to 192 tokens, dense cache: a sampled answer (temperature 1) is right with
-probability 0.338, the greedy one in 0.828 of 128 (data/pretrain.log). Another number of
-threads rounds differently, and the result differs a little.
+NUMBERS
 
 Left out on purpose: learning-rate decay, validation loss, resuming.
 """
@@ -44,7 +40,7 @@ TINY = os.path.join(os.path.dirname(os.path.abspath(__file__)), "tiny")
 seed = 0
 shape = dict(hidden_size=128, intermediate_size=384, num_hidden_layers=4, num_attention_heads=4,
              num_key_value_heads=2, head_dim=32)
-learning_rate = 2e-3     # halved in stage 2
+learning_rate = 3e-3
 weight_decay = 0.01
 clip = 1.0               # largest gradient norm
 warmup = 50              # steps, in both stages
@@ -52,16 +48,19 @@ warmup = 50              # steps, in both stages
 copy_rows = 64
 copy_length = 72         # tokens per row
 copy_until = 0.95        # it ends when this fraction of copied tokens is right (running mean)
-# stage 2
-task_rows = 32           # lists of facts per step
-questions = 6            # about each of them
-shortest = 60            # prompt lengths before tokens are removed, in tokens
-longest = 210            # the default prompt has 192
-fewer_at = 0.85          # above this running mean of right answer tokens ...
+# stage 2: of each task the codes asked for at once, how often it is drawn, prompt lengths before any
+# token is removed, codes asked for in a row
+mixture = {
+    "kv": (1, 1, (60, 210), 6),
+    "kv4": (4, 1, (185, 290), 12),
+    "kv16": (16, 2, (640, 740), 32)}
+task_tokens = 8000       # per step
+fewer_at = 0.7           # above this running mean of right numbers ...
 fewer = 0.01             # ... each step removes that much less
-# training ends when sampled answers to held-out prompts of this length reach the target
-eval_tokens = 192
-target = 0.33
+# training ends when sampled answers to held-out prompts have their form with this probability
+eval_every = 50          # steps, once most tokens are there
+eval_tokens = {"kv": 192, "kv4": 256, "kv16": 704}
+target = 0.6             # of kv16
 
 STOP = "<|end|>"
 # Llama-3's: numbers fall into groups of up to three digits
@@ -72,7 +71,7 @@ SPLIT = (r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}"
 def words_of_tasks():
     """Every word that a task writes, those after a space first: else the merges of words
     that start a line would be tried inside them."""
-    problems = [tasks.problem(t, "train", 0, 0, tokens=60, encode=str.split) for t in tasks.TASKS]
+    problems = [tasks.problem(t, "train", 0, 0, tokens=500, encode=str.split) for t in tasks.TASKS]
     text = "\n".join([*tasks.FILLER, *(p.text for p in problems), "Answer"])
     text += " " + " ".join(tasks.FILLER + tasks.THINGS + tasks.KINDS + tasks.PLACES + tasks.NAMES)
     inside, first = re.findall(" [A-Za-z]+", text), re.findall("^[A-Za-z]+", text, re.MULTILINE)
@@ -164,22 +163,24 @@ def copy_batch(rng, words):
 
 
 def task_row(rng, problem, tok, removed, kept):
-    """One list of facts and several questions about it -> list of (token, part of an
-    answer?). Every kind of token that is not in `kept` is missing with probability
-    `removed`; the same kinds throughout the row, so that what follows what can be told from
-    it."""
+    """One list of facts and several questions about it, no fact asked for twice -> list of (token,
+    part of an answer?). Every kind of token that is not in `kept` is missing with probability
+    `removed`; the same kinds throughout the row, so that what follows what can be told from it."""
     encode, stop = tasks.prompt_encoder(tok), tok.stop_ids[0]
+    asked, _, _, at_most = mixture[problem.task]
     facts, question = problem.text.split("\n")
     pairs = re.findall(r"The code for ([^.]+) is (\d+)\.", facts)
-    asked = next(pair for pair in pairs if f"for {pair[0]}?" in question)
-    others = [pair for pair in pairs if pair != asked]
+    named = ", ".join(re.findall(r"(\D+?) \d+ ?", problem.answer))
+    rng.shuffle(pairs)
     row = []
-    for key, code in [asked] + rng.sample(others, min(questions, len(pairs)) - 1):
-        text = "\n" + question.replace(asked[0], key)
+    for i in range(0, min(len(pairs), at_most) - asked + 1, asked):
+        some = pairs[i:i + asked]
+        text = "\n" + question.replace(named, ", ".join(key for key, _ in some))
         if not row:
             text = facts + text
         row += [(t, False) for t in encode(text)]
-        row += [(t, True) for t in tok.encode(" " + code) + [stop]]
+        answer = "".join(f" {key} {code}" for key, code in some)
+        row += [(t, True) for t in tok.encode(answer) + [stop]]
     gone = {t for t in sorted({t for t, _ in row} - kept) if rng.random() < removed}
     return [(t, answer) for t, answer in row if t not in gone]
 
@@ -187,40 +188,47 @@ def task_row(rng, problem, tok, removed, kept):
 def task_batch(step, tok, removed, kept):
     """Stage 2 -> ids (rows, T), mask (rows, T) of the answers' tokens."""
     rng, encode = random.Random(f"{seed}/{step}"), tasks.prompt_encoder(tok)
-    tokens, rows = rng.randint(shortest, longest), []
-    for i in range(task_rows):
-        index = step * task_rows + i
-        p = tasks.problem("kv", "train", seed, index, tokens=tokens, encode=encode)
+    task, = rng.choices(list(mixture), [weight for _, weight, _, _ in mixture.values()])
+    tokens, rows, used = rng.randint(*mixture[task][2]), [], 0
+    while used < task_tokens:
+        index = step * 1000 + len(rows)
+        p = tasks.problem(task, "train", seed, index, tokens=tokens, encode=encode)
         rows.append(task_row(rng, p, tok, removed=removed, kept=kept))
+        used += tokens
     T = max(map(len, rows))
     padding = (tok.stop_ids[0], False)
     both = torch.tensor([row + [padding] * (T - len(row)) for row in rows])  # (rows, T, 2)
     return both[..., 0], both[..., 1].bool()
 
 
-def loss_on(model, ids, mask):
-    """-> mean cross-entropy of the masked tokens, fraction of them predicted rightly"""
+def loss_on(model, ids, mask, counted):
+    """-> mean cross-entropy of the masked tokens, fraction of right ones among those that are
+    `counted` (V,)"""
     rows, T = ids.shape
     hidden = model(ids.flatten(), torch.arange(T).repeat(rows), causal(rows))  # (rows * T, C)
     hidden, gold = hidden.view(rows, T, -1)[:, :-1][mask[:, 1:]], ids[:, 1:][mask[:, 1:]]
     logits = model.logits(hidden)                                              # (masked, V)
-    return F.cross_entropy(logits, gold), (logits.argmax(-1) == gold).float().mean().item()
+    right = (logits.argmax(-1) == gold)[counted[gold]]
+    return F.cross_entropy(logits, gold), right.float().mean().item()
 
 
 @torch.no_grad()
-def evaluate(model, tok, n=128):
-    """Held-out problems, dense cache -> mean probability of sampling the answer and its
-    stop token (exact), greedy accuracy."""
-    encode, sampled, greedy = tasks.prompt_encoder(tok), 0.0, 0.0
+def evaluate(model, tok, task, numbers, n):
+    """Held-out problems, dense cache -> probability that a sampled answer has the form (numbers may
+    be wrong), fraction of codes that are right greedily, given what stands before them."""
+    encode, form, right = tasks.prompt_encoder(tok), 0.0, 0.0
     for i in range(n):
-        p = tasks.problem("kv", "eval", seed, i, tokens=eval_tokens, encode=encode)
+        p = tasks.problem(task, "eval", seed, i, tokens=eval_tokens[task], encode=encode)
         prompt, answer = encode(p.text), tok.encode(" " + p.answer) + [tok.stop_ids[0]]
         ids = torch.tensor(prompt + answer)
         hidden = model(ids, torch.arange(len(ids)), causal(1))[len(prompt) - 1:-1]
-        logp = model.logits(hidden).log_softmax(-1)                            # (answer, V)
-        sampled += logp[range(len(answer)), answer].sum().exp().item() / n
-        greedy += float(logp.argmax(-1).tolist() == answer) / n
-    return sampled, greedy
+        logp, gold = model.logits(hidden).log_softmax(-1), ids[len(prompt):]   # (answer, V)
+        fixed = ~numbers[gold]
+        form += logp[fixed, gold[fixed]].sum().exp().item() / n
+        # a code is two tokens
+        both = (logp.argmax(-1) == gold)[numbers[gold]].view(-1, 2).all(1)
+        right += both.float().mean().item() / n
+    return form, right
 
 
 def write_json(folder):
@@ -252,36 +260,37 @@ def main(out_dir=TINY):
     numbers = {tok.encode(f"{n:0{d}d}")[0] for d in (1, 2, 3) for n in range(10 ** d)}
     kept = keys | numbers | set(tok.stop_ids)  # in stage 2, whatever is removed
     text = " ".join(tasks.FILLER + tasks.KINDS + tasks.PLACES + tasks.NAMES)
-    words = keys | numbers | set(tok.encode(text + " code for is? Answer:"))
-    words = torch.tensor(sorted(words))
+    text += " code for is . Repeat each word with its code: a, b. Answer:"
+    words = torch.tensor(sorted(keys | numbers | set(tok.encode(text))))
     size = sum(p.numel() for p in model.parameters())
     print(f"{size:,} parameters, {len(tok)} tokens, {len(words)} of them in stage 1")
+    every, number = torch.ones(len(tok), dtype=torch.bool), torch.zeros(len(tok), dtype=torch.bool)
+    number[list(numbers)] = True
 
     opt = torch.optim.AdamW(model.parameters(), lr=learning_rate, betas=(0.9, 0.98),
                             weight_decay=weight_decay)
     rng, start = torch.Generator().manual_seed(seed), time.time()
     stage, first, step = 1, 0, 0  # first: the step at which the stage began
-    mean, removed, sampled = 0.0, 1.0, 0.0
-    while sampled < target:
+    mean, removed, form = 0.0, 1.0, 0.0
+    while form < target:
         if stage == 1:
             ids, mask = copy_batch(rng, words)
         else:
             ids, mask = task_batch(step, tok, removed, kept)
-        loss, right = loss_on(model, ids, mask)
+        loss, right = loss_on(model, ids, mask, every if stage == 1 else number)
         opt.zero_grad()
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), clip)
-        opt.param_groups[0]["lr"] = learning_rate / stage * min(1, (step - first + 1) / warmup)
+        opt.param_groups[0]["lr"] = learning_rate * min(1, (step - first + 1) / warmup)
         opt.step()
         mean = 0.9 * mean + 0.1 * right
-        line = (f"step {step:4d}  stage {stage}  loss {loss.item():6.3f}  "
-                f"right tokens {right:.3f}  removed {removed:.2f}  "
-                f"{(time.time() - start) / 60:4.1f} min")
-        if stage == 2 and removed < 0.5:
-            sampled, greedy = evaluate(model, tok)
-            print(f"{line}  held-out: sampled {sampled:.3f}  greedy {greedy:.3f}", flush=True)
-        elif step % 25 == 0:
-            print(line, flush=True)
+        if step % 25 == 0:
+            print(f"step {step:4d}  stage {stage}  loss {loss.item():6.3f}  right {right:.3f}  "
+                  f"removed {removed:.2f}  {(time.time() - start) / 60:4.1f} min", flush=True)
+        if removed < 0.5 and step % eval_every == 0:
+            for task in mixture:
+                form, found = evaluate(model, tok, task, number, n=32)
+                print(f"    held-out {task}: form {form:.3f}  codes {found:.3f}", flush=True)
         if stage == 1 and mean > copy_until:
             stage, first, mean = 2, step + 1, 0.0
         elif stage == 2 and mean > fewer_at:

@@ -24,6 +24,7 @@ credit in the reward), word counting.
 """
 import functools
 import hashlib
+import itertools
 import json
 import math
 import os
@@ -34,7 +35,7 @@ from decimal import Decimal, InvalidOperation
 
 import numpy as np
 
-from data.answers import after_thought, exact, is_number, last_number, only_number
+from data.answers import after_thought, exact, in_form, is_number, last_number, only_number
 
 THINGS = """anchor apple arrow badge ball banner barrel basket bell blanket boat bottle bowl box
 bridge broom brush bucket button cabin camera candle carpet castle chain chair clock coat coin
@@ -86,6 +87,8 @@ From the {place} you can see the {kind} mountains.
 {name} counted the stars above the {place}.
 The winter was mild and the {place} stayed open.""".split("\n")
 
+NUMBER_ONLY = "Answer with the number only."
+
 
 @dataclass(frozen=True)
 class Problem:
@@ -132,15 +135,19 @@ def needle(rng):
     thing = rng.choice(THINGS)
     code, = codes(rng, 1)
     facts = [f"The special number for {thing} is {code}."]
-    return facts, filler(rng), f"What is the special number for {thing}?", code
+    question = f"What is the special number for {thing}? {NUMBER_ONLY}"
+    return facts, filler(rng), question, code
 
 
-def kv(rng):
+def kv(rng, asked=1):
+    # nothing that is graded can be the first token of a response, which no key was evicted for:
+    # it is the first word that was asked for
     pairs = coded_keys(rng)
-    key, code = next(pairs)
-    facts = [f"The code for {key} is {code}."]
-    others = (f"The code for {k} is {c}." for k, c in pairs)
-    return facts, others, f"What is the code for {key}?", code
+    wanted = list(itertools.islice(pairs, asked))
+    lines = (f"The code for {key} is {code}." for key, code in itertools.chain(wanted, pairs))
+    facts = list(itertools.islice(lines, 4 * asked))  # at most a quarter of them is asked for
+    question = f"Repeat each word with its code: {', '.join(key for key, _ in wanted)}."
+    return facts, lines, question, " ".join(f"{key} {code}" for key, code in wanted)
 
 
 def own(rng):
@@ -151,14 +158,15 @@ def own(rng):
     code, wrong = codes(rng, 2)
     facts = [f"{a} owns the {x}.", f"{b} owns the {y}.",
              f"The code of the {x} is {code}.", f"The code of the {y} is {wrong}."]
-    return facts, filler(rng), f"What is the code of the thing that {a} owns?", code
+    question = f"What is the code of the thing that {a} owns? {NUMBER_ONLY}"
+    return facts, filler(rng), question, code
 
 
 def hop(rng):
     a, b, c, d = rng.sample(range(1, 100), 4)
     code, wrong = codes(rng, 2)
     facts = [f"X{b} = {code}.", f"X{a} = X{b}.", f"X{d} = {wrong}.", f"X{c} = X{d}."]
-    return facts, filler(rng), f"What is the value of X{a}?", code
+    return facts, filler(rng), f"What is the value of X{a}? {NUMBER_ONLY}", code
 
 
 def sum_(rng):
@@ -166,6 +174,7 @@ def sum_(rng):
     prices = rng.sample(range(10, 100), 3)
     facts = [f"The {thing} costs {price} coins." for thing, price in zip(things, prices)]
     question = f"How many coins do the {things[0]} and the {things[1]} cost together?"
+    question = f"{question} {NUMBER_ONLY}"
     return facts, filler(rng), question, str(prices[0] + prices[1])
 
 
@@ -197,7 +206,7 @@ def problem(task, split, seed, index, tokens, encode):
             at = int(depth * (n + 1))
             parts += body[done:at] + [fact]
             done = at
-        return " ".join(parts + body[done:n]) + f"\n{question} Answer with the number only."
+        return " ".join(parts + body[done:n]) + f"\n{question}"
 
     def size(n):
         return len(encode(build(n)))
@@ -399,7 +408,9 @@ def reward(problem, text):
 
 TASKS = {
     "needle": (needle, only_number),
-    "kv": (kv, only_number),
+    "kv": (kv, in_form),
+    "kv4": (functools.partial(kv, asked=4), in_form),
+    "kv16": (functools.partial(kv, asked=16), in_form),
     "own": (own, only_number),
     "hop": (hop, only_number),
     "sum": (sum_, last_number),
