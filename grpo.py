@@ -225,8 +225,9 @@ def replay(model, rollout, policies=("dense", "shadow"), distill_to=None, stats=
     checkpointing: see Transformer.forward. Raises ValueError for unknown policies, a student
     without a teacher, and a log that does not fit the model."""
     policies = tuple(policies)
+    asked = distill_to is not None or teacher is not None
     alone = len(policies) < 2 and teacher is None
-    if distill_to is not None and (alone or distill_to not in policies):
+    if asked and (alone or distill_to not in policies):
         raise ValueError(f"distill_to={distill_to!r} needs both policies, or a teacher, and one of "
                          f"their names, got {policies}")
     packed, mask, c = pack(rollout, policies), rollout.mask, model.config

@@ -588,7 +588,9 @@ def test_replay_refuses():
     for kw, message in ((dict(policies=()), "got"), (dict(policies=("sparse",)), "sparse"),
                         (dict(policies=("dense", "dense")), "at most once"),
                         (dict(distill_to="teacher"), "teacher"),
-                        (dict(policies=("dense",), distill_to="dense"), "needs both")):
+                        (dict(policies=("dense",), distill_to="dense"), "needs both"),
+                        (dict(policies=("dense",), distill_to="shadow", teacher=model), "needs"),
+                        (dict(teacher=model), "distill_to=None needs")):
         with pytest.raises(ValueError, match=message):
             replay(model, r, **kw)
     for log in (logged(L=2), logged(nkv=1)):
@@ -612,6 +614,29 @@ def test_replay_refuses():
             continue
         with pytest.raises(ValueError, match=message):
             replay(model, long)
+
+
+@pytest.mark.parametrize("policies", [("dense", "shadow"), ("shadow", "dense"), ("shadow",)])
+def test_replay_with_a_teacher(policies):
+    """KL(student || the same policy of another model), by forward passes of their own."""
+    model, other, r = toy64(), toy64(seed=5), logged()
+    c = coefficients(r)["kl"]
+    for student in policies:
+        want = torch.zeros(r.tokens.shape, dtype=torch.double)
+        for b, g in r.mask.any(-1).nonzero().tolist():
+            p = separate(model, r, (b, g), student)
+            q = separate(other, r, (b, g), student).detach()
+            want[b, g, :len(p)] = (p.exp() * (p - q)).sum(-1)
+        grads = gradients(model, (c * want).sum())
+        got = replay(model, r, policies, distill_to=student, teacher=other)
+        assert rel(got["kl"], want) < 1e-10
+        assert apart(gradients(model, (c * got["kl"]).sum()), grads) < 1e-10
+        assert all(p.grad is None for p in other.parameters())
+        # controls: itself, and the mask forgotten
+        assert replay(model, r, policies, distill_to=student, teacher=model)["kl"].max() < 1e-12
+        whole = replace(r, until=torch.full_like(r.until, 7))
+        wrong = replay(model, whole, policies, distill_to=student, teacher=other)["kl"]
+        assert (rel(wrong, want) > 1e-2) == (student == "shadow")
 
 
 def test_no_grad_replay_is_the_same():
