@@ -210,14 +210,14 @@ def kept_slots(rollout):
 
 
 def replay(model, rollout, policies=("dense", "shadow"), distill_to=None, stats=False,
-           checkpointing=False, value=None):
+           checkpointing=False, value=None, teacher=None):
     """Score the rollout's tokens with the learner, under every policy asked for, in one packed
     forward pass. -> dict of (B, G, R), fp32, 0 past each length:
 
     "dense", "shadow": log-probs under the policies, with gradients, at the rollout's temperature
         (greedy: at 1, as the sampler's).
-    "kl": KL(student || other policy) per token over the vocabulary, the other detached, where
-        distill_to names the student.
+    "kl": KL(student || teacher) per token over the vocabulary, where distill_to names the student.
+        teacher: a frozen model, the same policy of it; None: the model's other policy, detached.
     "entropy", of the last policy, and "accept", of two policies the sum over the vocabulary of the
         smaller probability: with stats, without gradients.
     "value": value(hidden (n, C) fp32) -> (n, 1) of the rows that predict the tokens under the last
@@ -225,9 +225,11 @@ def replay(model, rollout, policies=("dense", "shadow"), distill_to=None, stats=
     checkpointing: see Transformer.forward. Raises ValueError for unknown policies, a student
     without a teacher, and a log that does not fit the model."""
     policies = tuple(policies)
-    if distill_to is not None and (len(policies) < 2 or distill_to not in policies):
-        raise ValueError(f"distill_to={distill_to!r} needs both policies and one of their names, "
-                         f"got {policies}")
+    asked = distill_to is not None or teacher is not None
+    alone = len(policies) < 2 and teacher is None
+    if asked and (alone or distill_to not in policies):
+        raise ValueError(f"distill_to={distill_to!r} needs both policies, or a teacher, and one of "
+                         f"their names, got {policies}")
     packed, mask, c = pack(rollout, policies), rollout.mask, model.config
     targets = rollout.tokens[mask]                                        # (n,)
     need = (c.n_layer, c.n_kv_head, len(packed.ids))
@@ -253,8 +255,12 @@ def replay(model, rollout, policies=("dense", "shadow"), distill_to=None, stats=
     # prompt's last row is gathered once per response, and this sums its gradients in a fixed order
     hidden = [hidden[packed.rows[p][mask]] for p in policies]             # (n, C) each
     student = policies.index(distill_to) if distill_to else None
+    if teacher is not None:
+        with torch.no_grad():
+            rows = packed.rows[distill_to][mask]                          # (n,)
+            teacher = teacher.head, teacher(packed.ids, packed.pos, attend)[rows]
     out = head_rows(model.head, hidden, targets, student=student, stats=stats,
-                    temperature=rollout.temperature or 1.0, absent=model.absent)
+                    temperature=rollout.temperature or 1.0, absent=model.absent, teacher=teacher)
     out.update(zip(policies, out.pop("logp")))
     if value is not None:
         out["value"] = value(widen(hidden[-1]))[:, 0]
@@ -344,8 +350,8 @@ def policy_loss(logp, logp_old, adv, mask, clip=0.2, clip_high=None, norm="seque
     Later updates pass the learner's own log-probs recorded before the first one. clip, clip_high
     (None: as clip): the ratio earns nothing beyond 1 - clip and 1 + clip_high. weight: per-token
     correction, detached here. scale: a slice of the whole batch's `token_scale` when this is a
-    micro-batch; it replaces norm. stats, detached (): means over the mask of clipped (tokens whose
-    gradient the clip cut), ratio, and kl_old (k3 estimate of KL(old || new)). Raises ValueError for
+    micro-batch; it replaces norm. stats, detached (): means over the mask of clip_frac (1 where the
+    clip cut the gradient), ratio, and kl_old (k3 estimate of KL(old || new)). Raises ValueError for
     shapes that would broadcast and an unknown norm."""
     check_norm(norm)
     same_shape(logp, mask=mask, logp_old=logp_old, weight=weight, scale=scale)
@@ -366,7 +372,7 @@ def policy_loss(logp, logp_old, adv, mask, clip=0.2, clip_high=None, norm="seque
     with torch.no_grad():
         n = mask.sum().clamp(min=1)
         clipped = ((adv > 0) & (ratio > high)) | ((adv < 0) & (ratio < low))
-        stats = dict(clipped=(clipped & mask).sum() / n, ratio=(ratio * mask).sum() / n,
+        stats = dict(clip_frac=(clipped & mask).sum() / n, ratio=(ratio * mask).sum() / n,
                      kl_old=(ratio - 1 - d).sum() / n)
     return (scale * loss).sum(), stats
 
@@ -430,6 +436,7 @@ class GRPO:
 
     def __init__(self, model, settings, initial):
         self.c = settings
+        self.reference = initial() if settings.ref_kl else None
 
     @classmethod
     def check(cls, c):
@@ -439,6 +446,9 @@ class GRPO:
                              "one prompt are compared")
         if c.correction == "none":
             return
+        if c.ratio_to == "sampler":
+            raise ValueError(f"correction={c.correction} with ratio_to=sampler would count twice "
+                             "what sets the learner apart from the sampler")
         if c.evict == "none" or c.learner == "shadow":
             raise ValueError(f"correction={c.correction} weighs a sampler that was not the "
                              f"learner; with evict={c.evict}, learner={c.learner} both are one "
@@ -452,12 +462,13 @@ class GRPO:
         rewards (B, G). score(rollout, model=...): what replay returns for the learner's policy of
         this model, or another, without gradients. -> the rollout to learn from; batch, tensors of
         which micro-batches take their prompts, "scale" among them; numbers for the log"""
-        norm = self.c.norm
+        c, log = self.c, {}
         check_rewards(rewards, rollout)
-        batch = dict(adv=advantages(rewards, norm), scale=token_scale(rollout.mask, norm))
-        if self.c.correction == "none":  # the learner's log-probs come with the first update
-            return rollout, batch, {}
-        batch["weight"], log = self.weigh(rollout, score(rollout)[self.c.learner])
+        batch = dict(adv=advantages(rewards, c.norm), scale=token_scale(rollout.mask, c.norm))
+        if c.correction != "none":  # else the learner's log-probs come with the first update
+            batch["weight"], log = self.weigh(rollout, score(rollout)[c.learner])
+        if self.reference is not None:
+            batch["ref"] = score(rollout, model=self.reference)[c.learner]
         return rollout, batch, log
 
     def weigh(self, rollout, logp):
@@ -471,9 +482,16 @@ class GRPO:
         """One micro-batch `part` of the rollout `whole`. out: what replay returned. batch: the
         part's share of prepare's. old: the learner's log-probs before its first update, None in
         that. -> loss (), numbers for the log; both add up over micro-batches"""
-        c = self.c
+        c, logp = self.c, out[self.c.learner]
+        if c.ratio_to == "sampler":
+            old = part.logp_roll
         loss, stats = policy_loss(
-            out[c.learner], old, batch["adv"], part.mask, clip=c.clip, clip_high=c.clip_high,
+            logp, old, batch["adv"], part.mask, clip=c.clip, clip_high=c.clip_high,
             weight=batch.get("weight"), scale=batch["scale"])
-        clipped = stats["clipped"].item() * part.mask.sum().item()
-        return loss, dict(clip_frac=clipped / whole.mask.sum().item())
+        n, of_all = part.mask.sum().item(), whole.mask.sum().item()
+        numbers = {name: x.item() * n / of_all for name, x in stats.items()}
+        if self.reference is not None:
+            kl = (batch["scale"] * reference_kl(logp, batch["ref"], part.mask, old)).sum()
+            loss = loss + c.ref_kl * kl
+            numbers["ref_kl"] = kl.item()
+        return loss, numbers

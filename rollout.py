@@ -39,6 +39,7 @@ class Rollout:
     stopped: torch.Tensor      # (B, G) bool: ended by a stop token rather than cut at R
     kv: dict = field(default_factory=dict)  # bytes: kept, dense, dense_shared; see kv_bytes
     sizes: list = None         # tokens of each prompt when it was sampled, or None: unknown
+    rewards: torch.Tensor = None  # (B, G) once they are judged
 
     @property
     def mask(self):
@@ -57,9 +58,12 @@ class Rollout:
         sizes = None
         if self.sizes is not None:
             sizes = [self.sizes[i] for i in chosen]
+        rewards = None
+        if self.rewards is not None:
+            rewards = self.rewards[b, g]
         return Rollout(
             prompts=[self.prompts[i] for i in chosen], kept=[self.kept[i] for i in chosen],
-            sizes=sizes,
+            sizes=sizes, rewards=rewards,
             tokens=self.tokens[b, g], lengths=self.lengths[b, g], stopped=self.stopped[b, g],
             logp_roll=self.logp_roll[b, g], temperature=self.temperature,
             until=self.until[:, :, b, g])

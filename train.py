@@ -12,14 +12,19 @@ sampled (learner = "shadow"), and a KL term lets the dense policy learn from it 
 
     loss = objective(shadow) + distill * KL(dense || stop-gradient(shadow))
 
+each response's KL weighted by its reward (distill_on): what is wrong teaches nothing. A model as it
+was before training can take the teacher's place (teacher = "initial").
+
 Read `main` for the loop and `update` for the loss. The usual repair, weights for a sampler that was
-not the learner (correction), is here too, to be compared with. Left out on purpose: several GPUs, a
-KL to a reference model. All randomness of a step is a function of (seed, step), so a checkpoint
-needs no RNG state beyond those two numbers.
+not the learner (correction), is here too, to be compared with. Left out on purpose: several GPUs.
+All randomness of a step is a function of (seed, step), so a checkpoint needs no RNG state beyond
+those two numbers.
 """
+import functools
 import os
 import sys
 import time
+from dataclasses import replace
 from numbers import Real
 from types import SimpleNamespace
 
@@ -74,8 +79,12 @@ period = 128             # steps between evictions of response keys; 8 .. 512
 objective = "grpo"       # grpo, ppo (a learned value as baseline), dpo (best against worst)
 learner = "shadow"       # the policy that it updates: shadow (replays the mask), dense (ignores it)
 correction = "none"      # weights for a sampler that was not the learner: tis, mis, sparse_rl
-distill = 0.1            # weight of the KL between the two policies; 0 .. 1
-distill_to = "dense"     # which policy learns from the other: dense or shadow
+ratio_to = "learner"     # what the clipped ratio is to: the learner before its update, or sampler
+ref_kl = 0.0             # weight of the learner's KL to the initial model, sampled tokens; 0 .. 1
+distill = 0.1            # weight of a policy's KL to its teacher, over the vocabulary; 0 .. 1
+distill_to = "dense"     # the policy that learns from a teacher: dense or shadow
+distill_on = "reward"    # responses whose KL counts: all, or each by its reward in [0, 1]: reward
+teacher = "other"        # the other policy, or initial: the same policy before training
 norm = "sequence"        # loss reduction: sequence (GRPO), token (DAPO), constant (Dr. GRPO)
 clip = 0.2               # lower clip of the ratio; in ppo also the clip of the values
 clip_high = 0.2          # upper clip of the ratio; 0.28 in DAPO
@@ -103,7 +112,8 @@ DEFAULTS = {key: value for key, value in globals().items()
             if isinstance(value, (bool, int, float, str)) and key[0].islower()}
 CHOICES = dict(
     evict=list(EVICT), spread=list(SPREAD), objective=list(OBJECTIVES), learner=["shadow", "dense"],
-    distill_to=["dense", "shadow"], correction=["none", *CORRECTIONS], norm=list(NORMS),
+    distill_to=["dense", "shadow"], distill_on=["all", "reward"], teacher=["other", "initial"],
+    correction=["none", *CORRECTIONS], ratio_to=["learner", "sampler"], norm=list(NORMS),
     dtype=["auto", "float32", "bfloat16"])
 CUTS = "it cuts the support the learner scores, so every ratio would be biased"
 REFUSED = dict(top_p=CUTS, top_k=CUTS, min_p=CUTS)
@@ -114,8 +124,8 @@ RANGES = dict(
     period=(1, MANY), updates=(1, 1000), micro_rows=(1, MANY), steps=(1, MANY),
     eval_every=(1, MANY), eval_problems=(1, 10**6), eval_batch=(1, 10**6), save_every=(1, MANY),
     warmup=(0, MANY), budget=(0, MANY), window=(0, MANY), sinks=(0, MANY),
-    response_budget=(0, MANY), temperature=(1e-2, 100), distill=(0, 100), clip=(0, 1),
-    clip_high=(0, 100), lr=(1e-12, 1), gamma=(0, 1), lam=(0, 1), value_coef=(0, 100),
+    response_budget=(0, MANY), temperature=(1e-2, 100), ref_kl=(0, 100), distill=(0, 100),
+    clip=(0, 1), clip_high=(0, 100), lr=(1e-12, 1), gamma=(0, 1), lam=(0, 1), value_coef=(0, 100),
     beta=(1e-6, 100), beta2=(0, 0.9999), weight_decay=(0, 1), grad_clip=(1e-6, 1e6),
     seed=(0, 2**40))
 MAY_CHANGE = {  # on resume; the last two because a run may end for want of memory
@@ -128,7 +138,7 @@ BFLOAT16_FROM = 30_000_000
 
 def main(argv):
     with one_line_errors(ValueError, OSError):
-        c, run, net, tok, problems, objective, opt = setup(argv)
+        c, run, net, tok, problems, objective, opt, teacher = setup(argv)
     # a full disk, a reward that is no number, an update that is not finite
     with one_line_errors(OSError, ValueError, FloatingPointError, also=run.kept):
         while True:
@@ -159,7 +169,8 @@ def main(argv):
 
             # 4. advantages, replay under the log, loss, optimizer step
             lr = c.lr * min(1.0, (run.step + 1) / (c.warmup + 1))
-            log = update(net, opt, objective, rollout, rewards=rewards, c=c, lr=lr)
+            log = update(net, opt, objective, rollout, rewards=rewards, c=c, lr=lr,
+                         teacher=teacher)
 
             # 5. log
             log = dict(step=run.step, **facts(rollout, rewards), **log, lr=lr,
@@ -177,11 +188,13 @@ def main(argv):
     run.leave()
 
 
-def update(net, opt, objective, rollout, rewards, c, lr):
-    """Learn from one rollout: c.updates optimizer steps. rewards (B, G) -> numbers for the log.
-    Raises FloatingPointError, before the step, if a gradient is not finite."""
+def update(net, opt, objective, rollout, rewards, c, lr, teacher=None):
+    """Learn from one rollout: c.updates optimizer steps. rewards (B, G); teacher: of distillation,
+    a frozen model, else the other policy -> numbers for the log. Raises FloatingPointError, before
+    the step, if a gradient is not finite."""
     policies = (c.learner,)
-    if c.distill:  # replay gives entropy and values of the last
+    if c.distill and (teacher is None or c.distill_to != c.learner):
+        # replay gives entropy and values of the last
         policies = ("dense", "shadow") if c.learner == "shadow" else ("shadow", "dense")
 
     def score(rollout, model=net):
@@ -195,7 +208,7 @@ def update(net, opt, objective, rollout, rewards, c, lr):
         return {name: torch.cat([out[name] for out in outs]) for name in outs[0]}
 
     # advantages, or whatever the objective learns from: of the whole batch, however it is cut
-    rollout, batch, log = objective.prepare(rollout, rewards, score)
+    rollout, batch, log = objective.prepare(replace(rollout, rewards=rewards), rewards, score)
     if not rollout.prompts:  # nothing to learn from: the weights stay as they are
         return dict(log, loss=0.0, kl=0.0, clip_frac=0.0, grad_norm=0.0)
 
@@ -211,13 +224,17 @@ def update(net, opt, objective, rollout, rewards, c, lr):
 
             # one forward pass under the logged mask scores both policies, (B, G, R) each
             out = replay(net, part, policies, distill_to=c.distill_to if c.distill else None,
-                         stats=not done, checkpointing=c.checkpointing, value=objective.value)
+                         stats=not done, checkpointing=c.checkpointing, value=objective.value,
+                         teacher=teacher)
 
             # on a rollout's first update the ratio is exactly 1: GRPO's loss is 0, not its gradient
             loss, numbers = objective.loss(
                 out, part=part, batch=x, old=old.get(i), whole=rollout)
             if c.distill:
-                kl = (x["scale"] * out["kl"]).sum()  # KL(student || teacher), reduced like the loss
+                scale = x["scale"]  # KL(student || teacher) is reduced like the loss
+                if c.distill_on == "reward":
+                    scale = scale * part.rewards.clamp(0, 1)[..., None]   # (B, G, R)
+                kl = (scale * out["kl"]).sum()
                 loss = loss + c.distill * kl
                 metrics.add(kl=kl.item())
             loss.backward()
@@ -234,10 +251,12 @@ def update(net, opt, objective, rollout, rewards, c, lr):
 
 
 def summary(done):
-    """Metrics of a rollout's updates -> numbers for the log: those of the first update, in which
-    nothing can be clipped, so clip_frac is the last one's."""
+    """Metrics of a rollout's updates -> numbers for the log: those of the first update, but those
+    of the ratio, which in it is mostly 1 by definition, are the last one's."""
     first, last = done[0], done[-1]
-    log = dict(first.sums, clip_frac=last.sums["clip_frac"])
+    log = dict(first.sums)
+    log.update({name: last.sums[name] for name in ("clip_frac", "ratio", "kl_old")
+                if name in last.sums})
     gap = first.tokens("gap")
     log.update(gap=gap.mean().item(), gap_max=gap.max().item())
     log.update(entropy=first.tokens("entropy").mean().item())
@@ -416,7 +435,7 @@ def settings(argv):
 
 def setup(argv):
     """Whatever can be wrong with a request is found here, before out_dir is touched.
-    -> settings, run, model, tokenizer, problems, objective, optimizer"""
+    -> settings, run, model, tokenizer, problems, objective, optimizer, teacher or None"""
     c = settings(argv)
     eviction_of_evaluation(c)  # checks itself
     choose_device(c)
@@ -430,6 +449,7 @@ def setup(argv):
         model.use_tokens(len(tok), tok.absent)
         return model
 
+    @functools.cache
     def initial():
         """The model as it was before training, also where a run goes on; frozen."""
         return load().requires_grad_(False)
@@ -443,13 +463,14 @@ def setup(argv):
         c.task, tok, seed=c.seed, tokens=c.prompt_tokens, n_eval=c.eval_problems,
         template=parse_object(c.template or "{}", "template"), skip_long=c.skip_long)
     objective = OBJECTIVES[c.objective](net, c, initial)
+    teacher = initial() if c.distill and c.teacher == "initial" else None
     opt = Masters(net, c, objective.value)
     if run.learner is not None:
         opt.load(run.learner, run.path("ckpt.pt"))
     run.open()
     check_best(run)
     introduce(c, folder, net, problems=problems)
-    return c, run, net, tok, problems, objective, opt
+    return c, run, net, tok, problems, objective, opt, teacher
 
 
 def choose_dtype(c, folder):
@@ -467,12 +488,17 @@ def identity_of(c, folder):
     weights that it starts from are so only where they are needed again."""
     names = ["config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json",
              "chat_template.jinja"]
-    if c.objective == "dpo":
+    if needs_initial(c):
         names += sorted(name for name in os.listdir(folder) if name.endswith(".safetensors"))
     found = dict(model=fingerprint(*(os.path.join(folder, name) for name in names)))
     if c.task not in TASKS:
         found["task"] = fingerprint(c.task)
     return found
+
+
+def needs_initial(c):
+    """Whether the model as it was before training is needed throughout."""
+    return c.objective == "dpo" or c.ref_kl > 0 or (c.distill > 0 and c.teacher == "initial")
 
 
 def response_keys(c):
@@ -521,10 +547,10 @@ def introduce(c, folder, net, problems):
           f"bytes, {dense:,} if each kept all keys")
     for note in problems.notes:
         tell(note)
-    if c.objective == "dpo":
-        tell("a frozen copy of the initial model, the reference, is held beside it")
+    if needs_initial(c):
+        tell("a frozen copy of the initial model is held beside it")
     # other norms weigh long responses more, corrections weigh tokens: the loss then is not 0
-    if (c.objective, c.correction, c.norm) == ("grpo", "none", "sequence"):
+    if (c.objective, c.correction, c.norm, c.ratio_to) == ("grpo", "none", "sequence", "learner"):
         tell("the policy term of the loss is 0 in value, not in gradient: the ratio is 1 on a "
               "rollout's first update")
 
@@ -534,7 +560,7 @@ def show(log):
     and 5th percentile; ent: entropy of the learner's policy; clip: clipped tokens; trunc: responses
     cut short; equal: groups whose samples all earned the same; grad: gradient norm; seconds of
     rollout + update. weight, rejected: mean weight of a correction, tokens that it drops; value,
-    value_loss: of ppo; pairs, margin: of dpo."""
+    value_loss: of ppo; pairs, margin: of dpo; ref_kl: KL to the initial model."""
     parts = [f"step {log['step']:4d}", f"reward {log['reward']:.3f}",
              f"loss {log['loss']:+.4f} kl {log['kl']:.4f}"]
     if "gap" in log:
@@ -546,7 +572,7 @@ def show(log):
         parts.append("nothing replayed")
     parts.append(f"clip {log['clip_frac']:.2f} trunc {log['truncated']:.2f} "
                  f"equal {log['equal']:.2f}")
-    for name in ("weight", "rejected", "value", "value_loss", "pairs", "margin"):
+    for name in ("weight", "rejected", "value", "value_loss", "pairs", "margin", "ref_kl"):
         if name in log:
             parts.append(f"{name} {log[name]:.3f}")
     parts.append(f"grad {log['grad_norm']:.2f}")

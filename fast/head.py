@@ -121,12 +121,16 @@ def acceptance_rows(logp_a, logp_b):
     return torch.minimum(logp_a, logp_b).exp().sum(-1)
 
 
-def score(logits, targets, temperature=1.0, student=None, stats=False):
-    """What `head_rows` returns, from logits: a list of (n, V), one per policy."""
+def score(logits, targets, temperature=1.0, student=None, stats=False, teacher=None):
+    """What `head_rows` returns, from logits: a list of (n, V), one per policy; teacher (n, V)."""
     logp = [log_probs(x, temperature) for x in logits]  # (n, V) each
     out = {"logp": torch.stack([x.gather(-1, targets[:, None])[:, 0] for x in logp])}
     if student is not None:
-        out["kl"] = kl_rows(logp[student], logp[1 - student].detach())
+        if teacher is None:
+            teacher_logp = logp[1 - student]
+        else:
+            teacher_logp = log_probs(teacher, temperature)
+        out["kl"] = kl_rows(logp[student], teacher_logp.detach())
     if stats:
         out["entropy"] = entropy_rows(logp[-1])
     if stats and len(logp) == 2:
@@ -136,24 +140,39 @@ def score(logits, targets, temperature=1.0, student=None, stats=False):
 
 # ---- the same in chunks of rows ----
 
-def head_rows(weight, hidden, targets, temperature=1.0, student=None, stats=False, absent=None):
+def head_rows(weight, hidden, targets, temperature=1.0, student=None, stats=False, absent=None,
+              teacher=None):
     """Score rows under one or two policies that share an output matrix; (n, V) never exists.
 
     weight (V, C); hidden: a list of (n, C), one per policy; targets (n,) int64; absent: see
-    leave_out -> dict of fp32:
+    leave_out; teacher: the output matrix (V, C) and hidden (n, C) of another model, both without
+    gradients -> dict of fp32:
         "logp"     (policies, n): log-probs of targets at the temperature, differentiable
-        "kl"       (n,): with student, an index into hidden: KL(student || other policy, detached)
+        "kl"       (n,): with student, an index into hidden: KL(student || teacher, detached), the
+                   other policy if no teacher is given
         "entropy"  (n,): with stats: of the last policy, never differentiable
         "accept"   (n,): with stats and two policies: see acceptance_rows; never differentiable"""
-    out = HeadRows.apply(weight, targets, temperature, student, stats, absent, *hidden)
+    out = HeadRows.apply(weight, targets, temperature, student, stats, absent, teacher, *hidden)
     return {name: x for name, x in zip(HeadRows.NAMES, out) if x is not None}
 
 
-def chunks(weight, hidden):
-    """Slices of rows whose logits, of all policies, take LOGIT_BYTES together; at least one row."""
-    row_bytes = widen(weight[:0]).element_size() * len(weight) * len(hidden)
+def chunks(weight, hidden, teacher=None):
+    """Slices of rows whose logits, of all policies and the teacher, take LOGIT_BYTES together; at
+    least one row."""
+    copies = len(hidden) + (teacher is not None)
+    row_bytes = widen(weight[:0]).element_size() * len(weight) * copies
     step = max(1, LOGIT_BYTES // row_bytes)
     return [slice(i, i + step) for i in range(0, len(hidden[0]), step)]
+
+
+def chunk_logits(weight, hidden, rows, absent):
+    """Logits (chunk, V) of a slice of rows."""
+    return leave_out(matmul32(hidden[rows], weight.t()), absent)
+
+
+def teacher_logits(teacher, rows, absent):
+    """The same of the teacher, None if there is none."""
+    return None if teacher is None else chunk_logits(*teacher, rows, absent)
 
 
 class HeadRows(torch.autograd.Function):
@@ -164,16 +183,18 @@ class HeadRows(torch.autograd.Function):
     NAMES = ("logp", "kl", "entropy", "accept")
 
     @staticmethod
-    def forward(ctx, weight, targets, temperature, student, stats, absent, *hidden):
+    def forward(ctx, weight, targets, temperature, student, stats, absent, teacher, *hidden):
         ctx.temperature = temperature
         ctx.student = student
         ctx.absent = absent
+        ctx.teacher = teacher
         ctx.save_for_backward(weight, targets, *hidden)
         parts = []
-        for rows in chunks(weight, hidden):
+        for rows in chunks(weight, hidden, teacher):
             parts.append(score(  # no name for the logits: they must be gone before the next chunk's
-                [leave_out(matmul32(h[rows], weight.t()), absent) for h in hidden], targets[rows],
-                temperature=temperature, student=student, stats=stats))
+                [chunk_logits(weight, h, rows, absent) for h in hidden], targets[rows],
+                temperature=temperature, student=student, stats=stats,
+                teacher=teacher_logits(teacher, rows, absent)))
         out = {name: torch.cat([part[name] for part in parts], dim=-1) for name in parts[0]}
         ctx.mark_non_differentiable(*(out[name] for name in ("entropy", "accept") if name in out))
         return tuple(out.get(name) for name in HeadRows.NAMES)
@@ -184,12 +205,13 @@ class HeadRows(torch.autograd.Function):
         weight, targets, *hidden = ctx.saved_tensors
         d_hidden = [torch.empty_like(h) for h in hidden]
         d_weight = torch.zeros_like(weight, dtype=d_logp.dtype)  # (V, C) fp32
-        for rows in chunks(weight, hidden):
-            logits = [leave_out(matmul32(h[rows], weight.t()), ctx.absent).requires_grad_()
+        for rows in chunks(weight, hidden, ctx.teacher):
+            logits = [chunk_logits(weight, h, rows, ctx.absent).requires_grad_()
                       for h in hidden]                                    # (chunk, V)
             with torch.enable_grad():
                 out = score(
-                    logits, targets[rows], temperature=ctx.temperature, student=ctx.student)
+                    logits, targets[rows], temperature=ctx.temperature, student=ctx.student,
+                    teacher=teacher_logits(ctx.teacher, rows, ctx.absent))
             grads = [d_logp[:, rows]]
             if ctx.student is not None:
                 grads.append(d_kl[rows])
@@ -199,4 +221,4 @@ class HeadRows(torch.autograd.Function):
                 d_h[rows] = d @ weight
                 add_matmul32(d_weight, d.t(), h[rows])
             del logits, out, d_logits, d  # gone before the next chunk's
-        return d_weight.to(weight.dtype), None, None, None, None, None, *d_hidden
+        return d_weight.to(weight.dtype), None, None, None, None, None, None, *d_hidden

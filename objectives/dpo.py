@@ -29,6 +29,12 @@ class DPO:
         if c.correction != "none":
             raise ValueError(f"correction={c.correction} weighs tokens of the clipped surrogate, "
                              "which objective=dpo does not have")
+        if c.ratio_to != "learner":
+            raise ValueError(f"ratio_to={c.ratio_to} is about the clipped ratio, which "
+                             "objective=dpo does not have")
+        if c.ref_kl:
+            raise ValueError(f"ref_kl={c.ref_kl} is another pull to the initial model than that of "
+                             "objective=dpo, which is beta")
 
     def prepare(self, rollout, rewards, score):
         pairs = best_and_worst(rollout, rewards)

@@ -7,8 +7,9 @@ Generalized advantage estimation turns rewards and values into an advantage per 
 learns the returns, clipped like the policy. Policy and values are read from `replay` under the
 mask, so the policy that is updated is the policy that sampled.
 
-Departures: no KL to a reference; reduced by sequence unless `norm` says otherwise (TRL and verl: by
-token). A response that was cut is taken for one that ended: no value is added to its reward.
+Departures: the KL to a reference (ref_kl) is part of the loss, not of the rewards; reduced by
+sequence unless `norm` says otherwise (TRL and verl: by token). A response that was cut is taken for
+one that ended: no value is added to its reward.
 
 References: PPO 1707.06347, GAE 1506.02438 (arXiv); the value's clip: PPO2 in OpenAI's baselines.
 """
@@ -41,6 +42,8 @@ class PPO(GRPO):
         if c.correction != "none":
             batch["weight"], numbers = self.weigh(rollout, out[c.learner])
             log.update(numbers)
+        if self.reference is not None:
+            batch["ref"] = score(rollout, model=self.reference)[c.learner]
         return rollout, batch, log
 
     def loss(self, out, part, batch, old, whole):

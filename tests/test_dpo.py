@@ -7,7 +7,7 @@ import torch
 
 import train
 from conftest import SMALL, learner, logged, prompts, ragged, rel, toy
-from grpo import replay
+from grpo import replay, token_scale
 from objectives.dpo import best_and_worst, dpo_loss
 from rollout import generate
 
@@ -79,6 +79,25 @@ def test_without_a_pair():
     assert not all(torch.equal(a, b) for a, b in zip(before, net.parameters()))
 
 
+def test_the_kl_is_weighted_by_the_rewards_of_the_pair():
+    """Not by those of other samples: what an objective selects has its own."""
+    net = toy()
+    r = generate(net, prompts(61, 40), 4, 12, seed=1, **SMALL)
+    rewards = torch.tensor([[0.25, 0.5, 1, 0.75], [0.5, 0.5, 0.5, 0.5]])
+    c, objective, opt = learner(net, initial=toy(seed=5), objective="dpo", distill_on="reward")
+    log = train.update(net, opt, objective, r, rewards=rewards, c=c, lr=0.0)
+    pair = r.select([0], torch.tensor([[2, 0]]))
+    with torch.no_grad():
+        kl = replay(net, pair, distill_to="dense")["kl"] * token_scale(pair.mask)
+
+    def weighted(best, worst):
+        return (kl * torch.tensor([best, worst])[:, None]).sum().item()
+
+    assert log["kl"] == pytest.approx(weighted(1.0, 0.25), rel=1e-4)
+    for wrong in ((0.25, 0.5), (0.25, 1.0), (1.0, 1.0)):
+        assert log["kl"] != pytest.approx(weighted(*wrong), rel=1e-2)
+
+
 def test_weights_that_are_not_finite_end_the_run():
     """No pair is a reason to skip the update, NaN is not: it shows while sampling, and as a
     gradient."""
@@ -101,3 +120,7 @@ def test_refusals():
         learner(net, objective="dpo", group=1)
     with pytest.raises(ValueError, match="which objective=dpo does not have"):
         learner(net, objective="dpo", learner="dense", correction="tis")
+    with pytest.raises(ValueError, match="ratio_to=sampler is about the clipped ratio"):
+        learner(net, objective="dpo", ratio_to="sampler")
+    with pytest.raises(ValueError, match="ref_kl=0.5 is another pull"):
+        learner(net, objective="dpo", ref_kl=0.5)

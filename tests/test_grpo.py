@@ -112,12 +112,12 @@ def surrogate(ratio, adv, **kw):
     (0.5, -1.0, 0.8, 0, 1), (1.1, 2.0, -2.2, -2.2, 0), (1.5, 0.0, 0, 0, 0)])
 def test_clip(ratio, adv, loss, grad, clipped):
     got = surrogate(ratio, adv)
-    assert got[:2] == pytest.approx((loss, grad), abs=1e-6) and got[2]["clipped"] == clipped
+    assert got[:2] == pytest.approx((loss, grad), abs=1e-6) and got[2]["clip_frac"] == clipped
 
 
 def test_clip_high():
-    assert surrogate(1.25, 1.0)[2]["clipped"] == 1
-    assert surrogate(1.25, 1.0, clip_high=0.28)[2]["clipped"] == 0
+    assert surrogate(1.25, 1.0)[2]["clip_frac"] == 1
+    assert surrogate(1.25, 1.0, clip_high=0.28)[2]["clip_frac"] == 0
     assert surrogate(1.5, 1.0, clip_high=0.28)[0] == pytest.approx(-1.28)
     assert surrogate(0.5, -1.0, clip_high=0.28)[0] == pytest.approx(0.8)  # the lower side is clip's
 
@@ -126,7 +126,7 @@ def test_stats_are_means_over_the_mask():
     mask = ragged(1, 2, R=3)
     logp = torch.tensor([[[math.log(1.5), 9, 9], [math.log(0.5), 0, 9]]])
     stats = policy_loss(logp, torch.zeros(1, 2, 3), torch.tensor([[1.0, 1.0]]), mask)[1]
-    assert stats["clipped"].item() == pytest.approx(1 / 3)
+    assert stats["clip_frac"].item() == pytest.approx(1 / 3)
     assert stats["ratio"].item() == pytest.approx(1)
     kl = (0.5 - math.log(1.5) - 0.5 - math.log(0.5)) / 3
     assert stats["kl_old"].item() == pytest.approx(kl)
@@ -139,7 +139,7 @@ def test_first_update_is_exactly_on_policy():
     loss, stats = policy_loss(logp, None, adv, mask)
     loss.backward()
     # "loss is 0" is no bug ...
-    assert abs(loss.item()) < 1e-6 and stats["ratio"] == 1 and stats["clipped"] == 0
+    assert abs(loss.item()) < 1e-6 and stats["ratio"] == 1 and stats["clip_frac"] == 0
     # ... the gradient is not
     torch.testing.assert_close(logp.grad, -token_scale(mask) * adv[..., None])
     assert logp.grad.abs().sum() > 0.1
@@ -588,7 +588,9 @@ def test_replay_refuses():
     for kw, message in ((dict(policies=()), "got"), (dict(policies=("sparse",)), "sparse"),
                         (dict(policies=("dense", "dense")), "at most once"),
                         (dict(distill_to="teacher"), "teacher"),
-                        (dict(policies=("dense",), distill_to="dense"), "needs both")):
+                        (dict(policies=("dense",), distill_to="dense"), "needs both"),
+                        (dict(policies=("dense",), distill_to="shadow", teacher=model), "needs"),
+                        (dict(teacher=model), "distill_to=None needs")):
         with pytest.raises(ValueError, match=message):
             replay(model, r, **kw)
     for log in (logged(L=2), logged(nkv=1)):
@@ -612,6 +614,29 @@ def test_replay_refuses():
             continue
         with pytest.raises(ValueError, match=message):
             replay(model, long)
+
+
+@pytest.mark.parametrize("policies", [("dense", "shadow"), ("shadow", "dense"), ("shadow",)])
+def test_replay_with_a_teacher(policies):
+    """KL(student || the same policy of another model), by forward passes of their own."""
+    model, other, r = toy64(), toy64(seed=5), logged()
+    c = coefficients(r)["kl"]
+    for student in policies:
+        want = torch.zeros(r.tokens.shape, dtype=torch.double)
+        for b, g in r.mask.any(-1).nonzero().tolist():
+            p = separate(model, r, (b, g), student)
+            q = separate(other, r, (b, g), student).detach()
+            want[b, g, :len(p)] = (p.exp() * (p - q)).sum(-1)
+        grads = gradients(model, (c * want).sum())
+        got = replay(model, r, policies, distill_to=student, teacher=other)
+        assert rel(got["kl"], want) < 1e-10
+        assert apart(gradients(model, (c * got["kl"]).sum()), grads) < 1e-10
+        assert all(p.grad is None for p in other.parameters())
+        # controls: itself, and the mask forgotten
+        assert replay(model, r, policies, distill_to=student, teacher=model)["kl"].max() < 1e-12
+        whole = replace(r, until=torch.full_like(r.until, 7))
+        wrong = replay(model, whole, policies, distill_to=student, teacher=other)["kl"]
+        assert (rel(wrong, want) > 1e-2) == (student == "shadow")
 
 
 def test_no_grad_replay_is_the_same():

@@ -171,7 +171,7 @@ def test_chunks_change_nothing(monkeypatch):
     monkeypatch.setattr(head, "LOGIT_BYTES", 2 * 97 * 8)
     out = head_rows(weight, hidden, targets, 0.7, student=1)
     some = head.chunks(weight, hidden)[:-1]
-    monkeypatch.setattr(head, "chunks", lambda weight, hidden: some)
+    monkeypatch.setattr(head, "chunks", lambda *_: some)
     assert rel(torch.autograd.grad(weighted(out, coefs), weight)[0], grads[0]) > 1e-4
 
 
@@ -236,6 +236,38 @@ def test_absent_tokens_are_no_tokens(monkeypatch):
     free, free_grads = run(weight, targets, torch.zeros(0, dtype=torch.int64))
     assert rel(free["logp"], want["logp"]) > 0.1 and free_grads[0][41].abs().max() > 0.1
     assert torch.equal(free["logp"], run(weight, targets, None)[0]["logp"])
+
+
+def test_a_teacher_with_its_own_matrix(monkeypatch):
+    """Another model in the other policy's place: as plain softmaxes say, in chunks, with an id that
+    is no token, for one policy and for two; no gradient but the student's."""
+    weight, hidden, targets, coefs = head_case()
+    own, of_teacher = torch.randn(97, 12).double(), torch.randn(203, 12).double()
+    there = [i for i in range(97) if i != 41]
+    targets = torch.where(targets == 41, 0, targets)
+    monkeypatch.setattr(head, "LOGIT_BYTES", 7 * 3 * 97 * 8)
+
+    def run(hidden, student, **kw):
+        out = head_rows(weight, hidden, targets, 0.7, student=student, absent=torch.tensor([41]),
+                        **kw)
+        return out["kl"], torch.autograd.grad((coefs[2] * out["kl"]).sum(), [weight, *hidden])
+
+    q = (of_teacher @ own[there].t() / 0.7).log_softmax(-1)
+    for some, student in ((hidden, 0), (hidden, 1), (hidden[:1], 0)):
+        p = (some[student] @ weight[there].t() / 0.7).log_softmax(-1)
+        want = (p.exp() * (p - q)).sum(-1)
+        grads = torch.autograd.grad((coefs[2] * want).sum(), [weight, some[student]])
+        got, (d_weight, *d_hidden) = run(some, student, teacher=(own, of_teacher))
+        assert rel(got, want) < 1e-13 and rel(d_weight, grads[0]) < 1e-12
+        assert rel(d_hidden.pop(student), grads[1]) < 1e-12
+        assert all((d == 0).all() for d in d_hidden)
+        # controls: its hidden states met by the student's matrix; the other policy as the teacher
+        wrong = run(some, student, teacher=(weight.detach(), of_teacher))
+        assert rel(wrong[0], want) > 0.1 and rel(wrong[1][0], grads[0]) > 0.1
+    assert rel(run(hidden, 0)[0], run(hidden, 0, teacher=(own, of_teacher))[0]) > 0.1
+    # a chunk has room for the teacher's logits
+    assert len(head.chunks(weight, hidden, (own, of_teacher))) == 29 > len(
+        head.chunks(weight, hidden))
 
 
 class Largest(TorchDispatchMode):

@@ -57,7 +57,8 @@ def test_run_leaves_what_it_promises(finished):
     for r in steps:
         assert r["gap_max"] <= 1e-4  # the replay identity, in the loop itself
         assert r["kv_kept"] < r["kv_dense_shared"] < r["kv_dense"]
-        assert 0 < r["accept_p05"] <= r["accept"] <= 1 and r["grad_norm"] > 0
+        assert 0 < r["accept_p05"] <= r["accept"] <= 1
+        assert (r["grad_norm"] > 0) == (r["reward"] > 0)  # nothing is learned from wrong responses
     with open(os.path.join(out, "samples.txt")) as f:
         samples = f.read()
     assert samples.count("--- step") == 2 * 3  # two responses of steps 0, 2, 3
@@ -140,6 +141,13 @@ def test_problem_files(tmp_path):
     ("correction must be one of none, tis, mis, sparse_rl", ["--correction=vtrace"]),
     ("learner=shadow both are one policy", ["--correction=tis"]),
     ("evict=none, learner=dense both are one policy", ["config/tis.py", "--evict=none"]),
+    ("correction=tis with ratio_to=sampler would count", ["config/tis.py", "--ratio_to=sampler"]),
+    ("ratio_to must be one of learner, sampler", ["--ratio_to=old"]),
+    ("which objective=dpo does not have", ["config/dpo.py", "--ratio_to=sampler"]),
+    ("another pull to the initial model", ["config/dpo.py", "--ref_kl=0.1"]),
+    ("ref_kl must be between 0 and 100", ["--ref_kl=-1"]),
+    ("distill_on must be one of all, reward", ["--distill_on=none"]),
+    ("teacher must be one of other, initial", ["--teacher=self"]),
     ("response_budget 16 must be above the window of 16", ["--response_budget=16"]),
     ("period must be between 1 and", ["--period=0"]),
     ("which objective=dpo does not have", ["config/tis.py", "--objective=dpo"]),
@@ -235,7 +243,9 @@ def objective_gradients(rows, **changes):
     if objective.value is not None:
         torch.nn.init.constant_(objective.value.weight, 0.02)
     r, kept = sampled(net), Gradients(opt)
-    log = train.update(net, opt, objective, r, rewards=some_rewards(4, 4), c=c, lr=1e-3)
+    teacher = toy(seed=5) if c.teacher == "initial" else None
+    log = train.update(net, opt, objective, r, rewards=some_rewards(4, 4), c=c, lr=1e-3,
+                       teacher=teacher)
     return kept.found, log
 
 
@@ -246,6 +256,24 @@ def test_micro_batches_of_every_norm(norm):
     parts, _ = objective_gradients(1, norm=norm)
     assert apart(whole, parts) <= 1e-5 and log["gap_max"] <= 1e-4
     other, _ = objective_gradients(1, norm=norm, distill=0.2)  # control
+    assert apart(whole, other) > 1e-2
+
+
+@pytest.mark.parametrize("changes, without", [
+    (dict(distill_on="reward"), dict(distill_on="all")),
+    (dict(distill_on="reward", distill_to="shadow", norm="token"), dict(distill_on="all")),
+    (dict(learner="dense", distill=0.0, ratio_to="sampler"), dict(ratio_to="learner")),
+    (dict(ref_kl=0.5), dict(ref_kl=0.0)),
+    (dict(objective="ppo", ref_kl=0.5, ratio_to="sampler", learner="dense"), dict(ref_kl=0.0)),
+    (dict(teacher="initial"), dict(teacher="other")),
+    (dict(teacher="initial", distill_to="shadow"), dict(teacher="other"))])
+def test_micro_batches_of_every_term(changes, without):
+    whole, log = objective_gradients(10_000, **changes)
+    parts, log_parts = objective_gradients(1, **changes)
+    assert apart(whole, parts) < 1e-4
+    assert log.keys() == log_parts.keys()
+    assert all(log[k] == pytest.approx(log_parts[k], rel=1e-3, abs=1e-5) for k in log)
+    other, _ = objective_gradients(1, **{**changes, **without})  # control
     assert apart(whole, other) > 1e-2
 
 
@@ -330,15 +358,19 @@ def test_ratios_are_to_the_policy_before_the_first_update():
     assert not torch.equal(now[1], now[0])
 
 
-def test_the_loss_of_an_update_by_hand(model):
+@pytest.mark.parametrize("distill_on", ["all", "reward"])
+@pytest.mark.parametrize("student", ["dense", "shadow"])
+def test_the_loss_of_an_update_by_hand(model, student, distill_on):
     """Objective plus distillation, of one replay."""
-    c, objective, opt = learner(model, distill=0.3)
+    c, objective, opt = learner(model, distill=0.3, distill_to=student, distill_on=distill_on)
     r, rewards = sampled(model), some_rewards(4, 4)
     kept = Gradients(opt)
     log = train.update(model, opt, objective, r, rewards=rewards, c=c, lr=1e-3)
-    out = replay(model, r, distill_to="dense")
+    out = replay(model, r, distill_to=student)
     scale = grpo.token_scale(r.mask)
     loss, _ = grpo.policy_loss(out["shadow"], None, advantages(rewards), r.mask)
+    if distill_on == "reward":
+        scale = scale * rewards[:, :, None]
     kl = (scale * out["kl"]).sum()
     want = torch.autograd.grad(loss + 0.3 * kl, list(model.parameters()))
     assert apart(want, kept.found) < 1e-5
@@ -348,16 +380,161 @@ def test_the_loss_of_an_update_by_hand(model):
                  kept.found) > 1e-2
 
 
+def constant_rewards(reward, **changes):
+    """Gradients and log of an update in which all responses earned the same: of the KL alone."""
+    net = toy()
+    c, objective, opt = learner(net, initial=toy(seed=5), **changes)
+    kept = Gradients(opt)
+    log = train.update(net, opt, objective, sampled(net), rewards=torch.full((4, 4), reward), c=c,
+                       lr=1e-3)
+    return kept.found, log
+
+
+@pytest.mark.parametrize("student", ["dense", "shadow"])
+def test_the_kl_of_rewarded_responses(student):
+    """Of full reward or more: all of it, bit for bit. Of none or less: nothing. Between: its share;
+    distill_on = "all" does not ask."""
+    found, logs = {}, {}
+    for x in (-1.0, 0.0, 0.5, 1.0, 7.0):
+        found[x], logs[x] = constant_rewards(x, distill_to=student)
+    everything, log = constant_rewards(0.0, distill_to=student, distill_on="all")
+    assert apart(everything, [torch.zeros_like(g) for g in everything]) > 0.1 and log["kl"] > 0.01
+    for x in (1.0, 7.0):
+        assert all(map(torch.equal, found[x], everything)) and logs[x]["kl"] == log["kl"]
+    for x in (-1.0, 0.0):
+        assert all((g == 0).all() for g in found[x]) and logs[x]["kl"] == 0
+    assert apart([2 * g for g in found[0.5]], everything) < 1e-5
+    assert logs[0.5]["kl"] == pytest.approx(log["kl"] / 2)
+
+
+@pytest.mark.parametrize("objective", ["grpo", "ppo"])
+def test_the_ratio_to_the_sampler_by_hand(objective):
+    """exp(dense learner - evicting sampler), clipped, in the first update too."""
+    net = toy()
+    r, rewards = sampled(net), some_rewards(4, 4)
+    logs = {}
+    for ratio_to in ("sampler", "learner"):
+        c, obj, opt = learner(net, objective=objective, learner="dense", distill=0.0, updates=2,
+                              value_coef=0.0, clip=0.3, clip_high=0.4, ratio_to=ratio_to)
+        kept = Gradients(opt)
+        logs[ratio_to] = train.update(net, opt, obj, r, rewards=rewards, c=c, lr=1e-3)
+    out = replay(net, r, ("dense",), value=obj.value)
+    batch = obj.prepare(r, rewards, lambda rollout: out)[1]
+    adv = batch["adv"].view(4, 4, -1)                           # (B, G, 1 or R)
+    ratio = (out["dense"] - r.logp_roll).exp()
+    cut = ratio.clamp(0.7, 1.4)
+    loss = -(batch["scale"] * torch.minimum(ratio * adv, cut * adv)).sum()
+    assert logs["sampler"]["loss"] == pytest.approx(loss.item(), rel=1e-4)
+    assert logs["sampler"]["ratio"] == pytest.approx(ratio[r.mask].mean().item(), rel=1e-4)
+    held = ratio * adv > cut * adv
+    assert logs["sampler"]["clip_frac"] == pytest.approx(held[r.mask].float().mean().item())
+    assert 0 < logs["sampler"]["clip_frac"] < 1
+    # the control, whose gradients are in kept; weights stay, so its ratio is 1 in both updates
+    assert logs["learner"]["ratio"] == 1 and logs["learner"]["clip_frac"] == 0
+    want = torch.autograd.grad(loss, list(net.parameters()))
+    c, obj, opt = learner(net, objective=objective, learner="dense", distill=0.0, value_coef=0.0,
+                          clip=0.3, clip_high=0.4, ratio_to="sampler")
+    other, kept = kept.found, Gradients(opt)
+    train.update(net, opt, obj, r, rewards=rewards, c=c, lr=1e-3)
+    assert apart(want, kept.found) < 1e-4 and apart(want, other) > 1e-2
+
+
+@pytest.mark.parametrize("policy", ["dense", "shadow"])
+@pytest.mark.parametrize("objective", ["grpo", "ppo"])
+def test_the_kl_to_the_initial_model_by_hand(objective, policy):
+    """Of the learner's policy, both models under one mask; without advantages it is the loss."""
+    kept, log = constant_rewards(0.0, objective=objective, learner=policy, distill=0.0, ref_kl=0.5,
+                                 value_coef=0.0)
+    net = toy()
+    r, other = sampled(net), {"dense": "shadow", "shadow": "dense"}[policy]
+    logp = replay(net, r, (policy,))[policy]
+    with torch.no_grad():
+        refs = replay(toy(seed=5), r)
+
+    def kl_to(ref):
+        d = ref - logp
+        k3 = d.exp() - d - 1
+        return (grpo.token_scale(r.mask) * (logp - logp.detach()).exp() * k3).sum()
+
+    kl = kl_to(refs[policy])
+    assert log["ref_kl"] == pytest.approx(kl.item(), rel=1e-4) and log["ref_kl"] > 0.1
+    assert log["loss"] == pytest.approx(0.5 * kl.item(), rel=1e-4)
+    assert kl_to(refs[other]).item() != pytest.approx(kl.item(), rel=2e-3)
+    want = torch.autograd.grad(0.5 * kl, list(net.parameters()))
+    assert apart(want, kept[:len(want)]) < 1e-4  # ppo's value head follows
+    none, _ = constant_rewards(0.0, objective=objective, learner=policy, distill=0.0,
+                               value_coef=0.0)
+    assert all((x == 0).all() for x in none)  # control
+
+
+@pytest.mark.parametrize("term, changes", [
+    ("ref_kl", dict(ref_kl=0.5)), ("kl", dict(teacher="initial")),
+    ("kl", dict(teacher="initial", distill_to="shadow"))])
+def test_nothing_pulls_at_the_start(term, changes):
+    """The model is the initial one until its first update."""
+    net, initial = toy(), toy()
+    c, objective, opt = learner(net, initial=initial, distill_on="all", **changes)
+    teacher = initial if c.teacher == "initial" else None
+    r, found = sampled(net), []
+    for _ in range(2):
+        log = train.update(net, opt, objective, r, rewards=some_rewards(4, 4), c=c, lr=1e-3,
+                           teacher=teacher)
+        found.append(log[term])
+        # the student alone is replayed where it is the learner and needs no other policy
+        assert ("accept" in log) == (c.distill_to != c.learner or teacher is None)
+    assert abs(found[0]) < 1e-6 and found[1] > 1e-4
+
+
+@pytest.mark.parametrize("changes, needed", [
+    (("--ref_kl=0.5",), True), (("--teacher=initial",), True),
+    (("--teacher=initial", "--distill=0"), False), ((), False)])
+def test_the_initial_model_after_a_resume(changes, needed, tmp_path, monkeypatch):
+    """It is read again, so its weights are part of the run; 2 steps and 2 more are 4."""
+    ask = [*changes, "--eval_every=99", "--eval_problems=1"]
+    whole, halves, wrong = (tmp_path / x for x in ("whole", "halves", "wrong"))
+    if needed:
+        train_here(*ask, f"--out_dir={whole}")
+        train_here(*ask, "--steps=2", f"--out_dir={halves}")
+        shutil.copytree(halves, wrong)
+        train_here(*ask, "--resume=True", f"--out_dir={halves}")
+        assert same_masters(whole, halves) and read_checkpoint(whole)["step"] == 4
+        load, loaded = Transformer.from_pretrained, []
+
+        def other_the_second_time(*args, **kwargs):
+            loaded.append(load(*args, **kwargs))
+            if len(loaded) == 2:
+                for p in loaded[1].parameters():
+                    p.data.mul_(0.9)
+            return loaded[-1]
+
+        with monkeypatch.context() as patched:
+            patched.setattr(Transformer, "from_pretrained", other_the_second_time)
+            train_here(*ask, "--resume=True", f"--out_dir={wrong}")
+        assert len(loaded) == 2 and not same_masters(whole, wrong)  # control
+
+    other = tmp_path / "other"
+    shutil.copytree(train.TINY, other)
+    (other / "model.safetensors").write_bytes(b"other weights")
+    c = train.settings(ask)
+    assert (train.identity_of(c, train.TINY) != train.identity_of(c, str(other))) == needed
+
+
+def same_masters(a, b):
+    one, two = (read_checkpoint(x)["learner"]["masters"] for x in (a, b))
+    return all(map(torch.equal, one, two))
+
+
 def test_numbers_of_several_updates():
-    """Of the first update, but for clip_frac, which is the last one's."""
+    """Of the first update, but for those of the ratio, which are the last one's."""
     done = []
     for clip_frac in (0.0, 0.25):
         m = Metrics()
-        m.add(loss=1.0 + clip_frac, clip_frac=clip_frac)
+        m.add(loss=1.0 + clip_frac, clip_frac=clip_frac, ratio=1.0 + clip_frac, kl_old=clip_frac)
         done.append(m)
     mask = torch.tensor([True, True, False])
     done[0].collect(mask, gap=torch.tensor([1.0, 3, 9]), entropy=torch.tensor([2.0, 4, 9]))
-    want = dict(loss=1.0, clip_frac=0.25, gap=2.0, gap_max=3.0, entropy=3.0)
+    want = dict(loss=1.0, clip_frac=0.25, ratio=1.25, kl_old=0.25, gap=2.0, gap_max=3.0,
+                entropy=3.0)
     assert train.summary(done) == want
     done[0].collect(mask, accept=torch.tensor([0.5, 1.0, 9]))
     log = train.summary(done)
@@ -418,7 +595,8 @@ def test_a_loss_that_is_not_finite(name, tmp_path, monkeypatch):
 
     monkeypatch.setattr(train.OBJECTIVES[name], "loss", overflows)
     with pytest.raises(SystemExit, match="error: the gradient's norm is nan") as e:
-        train_here(f"--objective={name}", "--save_every=1", "--eval_every=9", f"--out_dir={out}")
+        train_here(f"--objective={name}", "--distill_on=all", "--save_every=1", "--eval_every=9",
+                   f"--out_dir={out}")
     done = len(read_log(out)[1])
     assert done >= 1 and read_checkpoint(out)["step"] == done
     assert str(e.value).endswith(f"; {out}/ckpt.pt holds step {done}")
