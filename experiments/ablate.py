@@ -58,16 +58,17 @@ ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 TRAIN = os.path.join(ROOT, "train.py")
 LAST = 10  # steps over which noisy numbers are averaged
 OPTIONS = dict(
-    seeds=3,           # seeds 0, 1, 2
+    seeds=3,           # seeds 0, 1, 2, or as many from `first` on
+    first=0,           # the first seed
     jobs=1,            # runs at a time
     threads=1,         # of each run
     out="out-ablate",  # a run is OUT/ARM/SEED, what it prints OUT/ARM/SEED/train.log
     keep="",           # a folder; logs are also copied there, small, as ARM-SEED.jsonl
     table=False,       # --table: no runs, only table and figure of what is there
 )
-RANGES = dict(seeds=(1, 1000), jobs=(1, 1000), threads=(1, 1000))
+RANGES = dict(seeds=(1, 1000), first=(0, 10**6), jobs=(1, 1000), threads=(1, 1000))
 # what decides the rewards before training, the second line only where keys are evicted
-START = ("model", "task", "prompt_tokens", "max_new_tokens", "eval_problems", "evict")
+START = ("model", "task", "prompt_tokens", "max_new_tokens", "eval_final", "evict")
 START_EVICT = ("budget", "spread", "window", "sinks", "pool", "response_budget", "period")
 
 
@@ -120,7 +121,7 @@ def folder(name):
 
 
 def request(texts, common, seeds):
-    """Check every arm as train.py would, before anything runs.
+    """Check every arm as train.py would, before anything runs. seeds: a range.
     -> {name: what settings.json holds}, {name: settings}. Raises ValueError."""
     arms, configs = {}, {}
     for name, files, options in map(parse_arm, texts):
@@ -132,7 +133,7 @@ def request(texts, common, seeds):
             if getattr(c, key) is True or any(arg.startswith(f"--{key}=") for arg in args):
                 raise ValueError(f"arm {name!r}: {key}: every run gets its own, from --seeds and "
                                  "--out")
-        arms[name] = dict(args=shlex.join(args), seeds=list(range(seeds)), steps=c.steps,
+        arms[name] = dict(args=shlex.join(args), seeds=list(seeds), steps=c.steps,
                           start=start_of(c))
     return arms, configs
 
@@ -368,7 +369,7 @@ def run_all(todo, jobs, threads):
 
 KEPT = ("kind", "step", "reward", "loss", "kl", "gap", "gap_max", "weight", "rejected", "accept",
         "accept_p05", "entropy", "equal", "truncated", "tokens", "length", "grad_norm", "lr",
-        "eval_compressed", "eval_dense", "eval_accept", "eval_accept_p05", "seconds")
+        "problems", "eval_compressed", "eval_dense", "eval_accept", "eval_accept_p05", "seconds")
 KV = ("kv_kept", "kv_dense", "kv_dense_shared")  # of the last step only
 
 
@@ -459,10 +460,10 @@ COLUMNS = ("arm", "seeds", "held-out reward, compressed cache", "held-out reward
            f"acceptance, mean and p05, last {LAST} steps", "held-out acceptance, mean and p05",
            "KV kept", "minutes", "peak GB")
 NOTE = ("Mean ± sample standard deviation over seeds, worst seed in brackets; held-out: greedy, at "
-        "the end. Gap: mean |log-prob of the learner - of the sampler|. Acceptance: overlap of the "
-        "dense and the sparse policy, mean and 5th percentile. KV kept: of a dense cache, in "
-        "brackets of one that stores each prompt once per group. Minutes: sampling and learning, "
-        "without evaluation.")
+        "the end, mean of the last two evaluations. Gap: mean |log-prob of the learner - of the "
+        "sampler|. Acceptance: overlap of the dense and the sparse policy, mean and 5th "
+        "percentile. KV kept: of a dense cache, in brackets of one that stores each prompt once "
+        "per group. Minutes: sampling and learning, without evaluation.")
 
 
 def series(a, key):
@@ -473,6 +474,17 @@ def series(a, key):
 def at_end(a, key, steps=1):
     """Of each seed that logged key the mean over its last steps."""
     return [fmean(s[-steps:]) for s in series(a, key) if s]
+
+
+def results(a, key):
+    """Of each seed that logged key in evaluations, the mean of the last two: that before the first
+    step counts for none."""
+    found = {}
+    for seed, log in a["logs"].items():
+        values = [r[key] for r in log if key in r and r["step"] > 0]
+        if values:
+            found[seed] = fmean(values[-2:])
+    return found
 
 
 def across(values, worst=False):
@@ -489,10 +501,8 @@ def small(x):
     return re.sub("e-0*", "e-", f"{x:.0e}")
 
 
-def pair(a, key, steps=1):
-    """Mean over seeds of key and of its 5th percentile, nothing where they were not
-    logged."""
-    mean, p05 = at_end(a, key, steps), at_end(a, f"{key}_p05", steps)
+def pair(mean, p05):
+    """Means over seeds, nothing where they were not logged."""
     return f"{fmean(mean):.3f}, {fmean(p05):.3f}" if mean and p05 else ""
 
 
@@ -506,12 +516,12 @@ def cells(a):
                            for key in ("kept", "dense", "dense_shared"))
     minutes = fmean(map(sum, series(a, "seconds"))) / 60
     peak = at_end(a, "peak_gb")
-    return [across(at_end(a, "eval_compressed"), worst=True),
-            across(at_end(a, "eval_dense"), worst=True),
+    return [across([*results(a, "eval_compressed").values()], worst=True),
+            across([*results(a, "eval_dense").values()], worst=True),
             across(at_end(a, "reward", LAST)),
             gap,
-            pair(a, "accept", LAST),
-            pair(a, "eval_accept"),
+            pair(at_end(a, "accept", LAST), at_end(a, "accept_p05", LAST)),
+            pair(*[[*results(a, f"eval_accept{end}").values()] for end in ("", "_p05")]),
             f"1/{dense / kept:.1f} (1/{shared / kept:.1f})",
             f"{minutes:.1f}",
             f"{max(peak):.1f}" if peak else ""]
@@ -718,11 +728,12 @@ def figure(arms, path):
 def run_missing(options, texts, common):
     """Run what is not there yet. -> how many runs did not finish"""
     out = options.out
-    arms, configs = request(texts, common, options.seeds)
+    seeds = range(options.first, options.first + options.seeds)
+    arms, configs = request(texts, common, seeds)
     make_folder(out)
     hold(out)
     todo = []
-    for seed in range(options.seeds):  # seed by seed: after a round every arm has one to show
+    for seed in seeds:  # seed by seed: after a round every arm has one to show
         for name, a in arms.items():
             path = os.path.join(out, folder(name), str(seed))
             check_unused(path)
@@ -733,7 +744,7 @@ def run_missing(options, texts, common):
     for path in filter(None, [options.keep, *(path for _, path, _ in todo)]):
         make_folder(path)
     remember(out, arms)
-    runs = len(arms) * options.seeds
+    runs = len(arms) * len(seeds)
     tell(f"{len(arms)} arms x {options.seeds} seeds: {len(todo)} runs to do, "
          f"{runs - len(todo)} done before")
     return run_all(todo, options.jobs, options.threads)

@@ -24,7 +24,7 @@ from experiments import ablate
 def made(steps, seed=0, gap=1e-6, peak=None, accept=True, kept=100, start=0.25, **end):
     """Lines as train.py writes them: reward is 0 in all steps but the last 10, where it is
     0.5 + seed / 8."""
-    rows = [dict(kind="eval", step=0, eval_compressed=start, eval_dense=0.75)]
+    rows = [dict(kind="eval", step=0, problems=8, eval_compressed=start, eval_dense=0.75)]
     for s in range(steps):
         late = s >= steps - 10
         row = dict(kind="step", step=s, reward=0.5 + seed / 8 if late else 0.0, loss=0.1,
@@ -36,7 +36,7 @@ def made(steps, seed=0, gap=1e-6, peak=None, accept=True, kept=100, start=0.25, 
         if peak:
             row.update(peak_gb=peak + s)
         rows.append(row)
-    last = dict(kind="eval", step=steps, eval_compressed=0.5 + seed / 4, eval_dense=1.0)
+    last = dict(kind="eval", step=steps, problems=8, eval_compressed=0.5 + seed / 4, eval_dense=1.0)
     return rows + [last | end]
 
 
@@ -124,7 +124,8 @@ def test_arms_are_parsed():
 
 
 def test_options_of_an_arm_come_last():
-    arms, configs = ablate.request(["config/naive.py --budget=22"], ["--budget=40", "--steps=7"], 2)
+    arms, configs = ablate.request(["config/naive.py --budget=22"], ["--budget=40", "--steps=7"],
+                                  range(2))
     arm = arms["naive budget=22"]
     assert configs["naive budget=22"].budget == 22 and arm["steps"] == 7 and arm["seeds"] == [0, 1]
     assert arm["args"] == "config/naive.py --budget=40 --steps=7 --budget=22"
@@ -137,7 +138,8 @@ NAIVE = "config/naive.py"
     ([], "no arm"),
     ([NAIVE, "--seeds=00"], "seeds must be between 1"), ([NAIVE, "--jobs=two"], "expects int"),
     ([NAIVE, "--seeds=99999999999"], "seeds must be between 1"),
-    ([NAIVE, "--seeds"], "--key=value"), ([""], "config/NAME.py"),
+    ([NAIVE, "--first=-1"], "first must be between 0"), ([NAIVE, "--seeds"], "--key=value"),
+    ([""], "config/NAME.py"),
     ([NAIVE, "--out="], "--out=FOLDER"), ([NAIVE, "--table=1"], "table expects bool"),
     ([".py"], "no name to a folder"), (["x/...py"], "no name to a folder"),
     ([NAIVE, "--keep=/proc/x"], "cannot write to folder '/proc/x'"),
@@ -172,7 +174,7 @@ def test_a_config_file_does_not_throw_runs_away(tmp_path):
 # what is run
 
 def test_what_a_run_needs(tmp_path):
-    _, configs = ablate.request(["config/naive.py"], ["--steps=4", "--device=cpu"], 1)
+    _, configs = ablate.request(["config/naive.py"], ["--steps=4", "--device=cpu"], range(1))
     c, run = configs["naive"], tmp_path / "run"
     was = vars(c) | dict(seed=5, out_dir=str(run), dtype="float32")
     assert ablate.decide(run, c) == "--overwrite=True"
@@ -196,7 +198,7 @@ def test_what_a_run_needs(tmp_path):
     c.steps = 4
     shutil.rmtree(run / "model")
     assert ablate.decide(run, c) is None  # deleted on purpose, like ckpt.pt
-    for key, value in dict(lr=1e-5, eval_problems=8).items():
+    for key, value in dict(lr=1e-5, eval_problems=8, eval_final=8).items():
         with pytest.raises(ValueError, match=f"^{key} was .* now it is {value}"):
             ablate.decide(run, type(c)(**vars(c) | {key: value}))
     assert ablate.decide(run, type(c)(**vars(c) | dict(save_every=1))) is None
@@ -214,7 +216,7 @@ def fake(tmp_path, monkeypatch):
     monkeypatch.setattr(ablate, "cards", lambda: ["3", "5"])
     out = tmp_path / "out"
     out.mkdir()
-    _, configs = ablate.request(["config/naive.py", "config/shadow.py"], ["--steps=12"], 1)
+    _, configs = ablate.request(["config/naive.py", "config/shadow.py"], ["--steps=12"], range(1))
     for name, c in configs.items():
         (out / f"{name}.py.json").write_text(json.dumps(vars(c)))
 
@@ -247,12 +249,16 @@ def test_a_failing_run_stops_no_other(fake, capsys):
     assert {(threads, card) for _, threads, card in calls} == {("1", "3")}
     assert "Not finished" not in (out / "table.md").read_text()
     assert run("--seeds=3") == (0, [])
+    code, calls = run("--seeds=2", "--first=2")  # seeds 2, 3, of which one is there
+    done = [args[0][7:-3] + args[2] for args, *_ in calls]
+    assert code == 0 and done == ["naive--seed=3", "shadow--seed=3"]
+    assert cells((out / "table.md").read_text())["naive"]["seeds"] == "4"
     code, calls = run("--seeds=3", "--lr=1e-5")
     assert code.startswith("error: lr was 0.0003 in the run") and not calls
     code, calls = run("--seeds=1", "--steps=13")  # longer: what cannot go on starts again
     assert code == 0 and len(calls) == 2 and main("--table", f"--out={out}") == 0
     text = (out / "table.md").read_text()
-    assert "counted nowhere: naive seed 1, naive seed 2, shadow seed 1" in text
+    assert "counted nowhere: naive seed 1, naive seed 2, naive seed 3, shadow seed 1" in text
 
 
 def when_ready(out, *numbers):
@@ -409,7 +415,7 @@ def test_cards(monkeypatch):
 def test_a_real_run(tmp_path, monkeypatch):
     out = tmp_path / "out"
     argv = ["config/naive.py --budget=30", f"--out={out}", "--seeds=1", "--steps=2", "--prompts=2",
-            "--group=2", "--prompt_tokens=64", "--eval_problems=2", "--device=cpu"]
+            "--group=2", "--prompt_tokens=64", "--eval_final=2", "--device=cpu"]
     assert main(*argv) == 0
     row = cells((out / "table.md").read_text())["naive budget=30"]
     assert float(row[GAP].split(",")[0]) > 0.01 and row["KV kept"].startswith("1/")
@@ -682,7 +688,7 @@ def test_contents_of_finished_runs_are_compared(tmp_path):
 
     def asked(**changes):
         _, configs = ablate.request(
-            ["config/naive.py"], ["--steps=4", f"--task={task}", f"--model={M}"], 1)
+            ["config/naive.py"], ["--steps=4", f"--task={task}", f"--model={M}"], range(1))
         return type(configs["naive"])(**vars(configs["naive"]) | changes)
 
     was = vars(asked())
