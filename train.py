@@ -104,7 +104,8 @@ weight_decay = 0.0
 grad_clip = 1.0          # largest gradient norm
 # evaluation: greedy, held-out problems, with the compressed cache and with the dense one
 eval_every = 40          # steps; also before step 0 and at the end
-eval_problems = 128
+eval_problems = 128      # how many
+eval_final = 128         # how many before step 0 and in the last two; 1024 in experiments
 eval_batch = 128         # problems decoded at once
 save_every = 40          # steps between checkpoints and between samples
 
@@ -122,8 +123,8 @@ MANY = 10**9
 RANGES = dict(
     prompts=(1, 10**6), group=(1, 10**6), prompt_tokens=(1, MANY), max_new_tokens=(1, MANY),
     period=(1, MANY), updates=(1, 1000), micro_rows=(1, MANY), steps=(1, MANY),
-    eval_every=(1, MANY), eval_problems=(1, 10**6), eval_batch=(1, 10**6), save_every=(1, MANY),
-    warmup=(0, MANY), budget=(0, MANY), window=(0, MANY), sinks=(0, MANY),
+    eval_every=(1, MANY), eval_problems=(1, 10**6), eval_final=(1, 10**6), eval_batch=(1, 10**6),
+    save_every=(1, MANY), warmup=(0, MANY), budget=(0, MANY), window=(0, MANY), sinks=(0, MANY),
     response_budget=(0, MANY), temperature=(1e-2, 100), ref_kl=(0, 100), distill=(0, 100),
     clip=(0, 1), clip_high=(0, 100), lr=(1e-12, 1), gamma=(0, 1), lam=(0, 1), value_coef=(0, 100),
     beta=(1e-6, 100), beta2=(0, 0.9999), weight_decay=(0, 1), grad_clip=(1e-6, 1e6),
@@ -319,21 +320,22 @@ def facts(rollout, rewards):
     return log
 
 
-def evaluate(net, tok, problems, c, eviction, run=None):
-    """Greedy reward on held-out problems under `eviction`. -> dict of reward, samples (a line per
-    problem) and, if keys are evicted, accept and accept_p05: how much of the dense policy the
-    sparse one covers, the sum over the vocabulary of min(p_dense, p_shadow), mean and 5th
-    percentile over tokens. None if run is interrupted between two batches."""
+def evaluate(net, tok, problems, c, eviction, n, run=None):
+    """Greedy reward on the first n held-out problems under `eviction`, the same for every seed.
+    -> dict of reward, samples (a line per problem) and, if keys are evicted, accept and accept_p05:
+    how much of the dense policy the sparse one covers, the sum over the vocabulary of
+    min(p_dense, p_shadow), mean and 5th percentile over tokens. None if run is interrupted between
+    two batches."""
     dense = eviction.method == "none"
     rewards, samples, overlap = [], [], []
-    for start in range(0, problems.n_eval, c.eval_batch):
+    for start in range(0, n, c.eval_batch):
         if run and run.interrupted:
             return None
-        say(f"eval ({'dense' if dense else eviction.method} cache) {start}/{problems.n_eval}")
-        end = min(start + c.eval_batch, problems.n_eval)
+        say(f"eval ({'dense' if dense else eviction.method} cache) {start}/{n}")
+        end = min(start + c.eval_batch, n)
         batch, prompts = problems.get("eval", range(start, end))
         r = generate(net, prompts, 1, c.max_new_tokens, temperature=0.0, eviction=eviction,
-                     stop_ids=tok.stop_ids, seed=c.seed)
+                     stop_ids=tok.stop_ids, seed=0)
         judged = judge(batch, decode(tok, r, special=False), "held-out", first=start)
         for problem, (text,), (x,) in zip(batch, decode(tok, r), judged):
             rewards.append(x)
@@ -344,11 +346,18 @@ def evaluate(net, tok, problems, c, eviction, run=None):
                     out = replay(net, r.select(indices), stats=True)
                 overlap.append(out["accept"][r.mask[indices]].cpu())
     say("")
-    log = dict(reward=sum(rewards) / problems.n_eval, samples=samples)
+    log = dict(reward=sum(rewards) / n, samples=samples)
     if overlap:
         overlap = torch.cat(overlap)
         log.update(accept=overlap.mean().item(), accept_p05=overlap.quantile(0.05).item())
     return log
+
+
+def problems_at(c, step):
+    """How many held-out problems the evaluation at a step is asked for. The one before the first
+    step and the last two, whose mean is the result of a run, are the precise ones."""
+    one_before_last = (c.steps - 1) // c.eval_every * c.eval_every
+    return c.eval_final if step == 0 or step >= one_before_last else c.eval_problems
 
 
 def evaluate_both(c, run, net, tok, problems):
@@ -357,12 +366,13 @@ def evaluate_both(c, run, net, tok, problems):
     evals = run.memory.setdefault("evals", [])
     if evals and evals[-1]["step"] == run.step:
         return
-    sparse = evaluate(net, tok, problems, c, eviction=eviction_of_evaluation(c), run=run)
-    dense = evaluate(net, tok, problems, c, eviction=Eviction("none"), run=run)
+    n = min(problems_at(c, run.step), problems.n_eval)
+    sparse = evaluate(net, tok, problems, c, eviction=eviction_of_evaluation(c), n=n, run=run)
+    dense = evaluate(net, tok, problems, c, eviction=Eviction("none"), n=n, run=run)
     if sparse is None or dense is None:
         return
     e = dict(
-        step=run.step, eval_compressed=sparse["reward"], eval_dense=dense["reward"],
+        step=run.step, problems=n, eval_compressed=sparse["reward"], eval_dense=dense["reward"],
         eval_accept=sparse["accept"], eval_accept_p05=sparse["accept_p05"])
     best = run.memory.get("best")
     if best is None or e["eval_compressed"] > best["eval_compressed"]:
@@ -372,7 +382,7 @@ def evaluate_both(c, run, net, tok, problems):
         lines = "".join(found["samples"])
         run.append("samples.txt", f"--- eval {run.step}, {name} cache\n{lines}")
     run.log("eval", e)
-    tell(f"eval {run.step:4d} | held-out reward ({problems.n_eval} problems), greedy: "
+    tell(f"eval {run.step:4d} | held-out reward ({n} problems), greedy: "
          f"compressed cache {e['eval_compressed']:.3f}, dense cache {e['eval_dense']:.3f}, "
          f"accept {e['eval_accept']:.3f} p05 {e['eval_accept_p05']:.3f}")
 
@@ -460,7 +470,8 @@ def setup(argv):
                          f"exceed the model's context of {net.config.max_pos}")
     check_memory(c, net)
     problems = Problems(
-        c.task, tok, seed=c.seed, tokens=c.prompt_tokens, n_eval=c.eval_problems,
+        c.task, tok, seed=c.seed, tokens=c.prompt_tokens,
+        n_eval=max(c.eval_problems, c.eval_final),
         template=parse_object(c.template or "{}", "template"), skip_long=c.skip_long)
     objective = OBJECTIVES[c.objective](net, c, initial)
     teacher = initial() if c.distill and c.teacher == "initial" else None
@@ -514,8 +525,9 @@ def check_memory(c, net):
     size = response_keys(c) * net.config.kv_bytes_per_token(net.dtype) + log + 4 * net.vocab_used
     there = memory_of(c.device)
     fit = int(min(there, 1e18)) // size
+    held_out = max(c.eval_problems, c.eval_final)
     asked = dict(group=c.group, prompts=c.prompts * c.group,
-                 eval_batch=min(c.eval_batch, c.eval_problems))
+                 eval_batch=min(c.eval_batch, held_out))
     for key, samples in asked.items():
         if samples > fit:
             most = fit // c.group if key == "prompts" else fit

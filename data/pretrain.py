@@ -48,8 +48,8 @@ warmup = 50              # steps, in both stages
 copy_rows = 64
 copy_length = 72         # tokens per row
 copy_until = 0.95        # it ends when this fraction of copied tokens is right (running mean)
-# stage 2: of each task the codes asked for at once, how often it is drawn, prompt lengths before any
-# token is removed, codes asked for in a row
+# stage 2: of each task the codes asked for at once, how often it is drawn, prompt lengths before
+# any token is removed, codes asked for in a row
 mixture = {
     "kv": (1, 1, (60, 210), 6),
     "kv4": (4, 1, (185, 290), 12),

@@ -484,10 +484,11 @@ class Problems:
         return out, prompts
 
     def one(self, split, i):
+        seed = self.seed if split == "train" else 0  # every seed is measured on the same problems
         if self.file is None:
-            p = problem(self.task, split, self.seed, i, tokens=self.tokens, encode=self.encode)
+            p = problem(self.task, split, seed, i, tokens=self.tokens, encode=self.encode)
         else:
-            p = file_problem(self.file, split, self.seed, i)
+            p = file_problem(self.file, split, seed, i)
         return replace(p, thinks=self.thinks)
 
 

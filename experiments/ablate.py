@@ -1,11 +1,12 @@
 """
-Several arms, several seeds each, then one table and one figure.
+Several arms, several seeds each, then tables and one figure.
 
     python -m experiments.ablate config/dense.py config/naive.py --seeds=5 --jobs=2 --steps=60
     python -m experiments.ablate config/smollm2.py+config/naive.py
     python -m experiments.ablate "config/shadow.py --budget=32" config/shadow.py
     python -m experiments.ablate --table --out=out-ablate shadow naive
     python -m experiments.ablate --table --out=out      # one run of train.py
+    python -m experiments.ablate config/smd.py config/naive.py --compare=smd/naive/compressed
 
 An arm is a config file, or several joined by +, named after the last; options in the same
 quotes are its own and part of its name ("shadow budget=32"). All other --key=value are for
@@ -23,8 +24,13 @@ Table and figure see a log only after `compact`, which keeps what they need at 6
 digits; that is also what --keep writes, so kept logs give the same table. Runs that did not
 end count nowhere and are named under the table.
 
-Left out on purpose: several machines, tests of significance (with few seeds look at the
-worst one); where there is no Linux, runs outlive this program if it is killed.
+Whoever looks at all differences finds one. So --compare names up to three before the first run
+starts, each two arms and the cache that they are served with; they are written down at once, and
+the table says if that was later. Seeds pair the arms: the same training problems, and the same
+held-out problems for all.
+
+Left out on purpose: several machines; where there is no Linux, runs outlive this program if it
+is killed.
 """
 import ctypes
 import glob
@@ -33,7 +39,6 @@ import os
 import re
 import shlex
 import signal
-import statistics
 import subprocess
 import sys
 import time
@@ -41,6 +46,7 @@ from statistics import fmean
 from types import SimpleNamespace
 
 import train
+from experiments.ttest import holm, interval, p_value
 from support.configurator import check_ranges, configure, help_if_asked, make_folder
 from support.jsonfile import entry, read_json, shown
 from support.run import (
@@ -57,17 +63,21 @@ from support.run import (
 ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 TRAIN = os.path.join(ROOT, "train.py")
 LAST = 10  # steps over which noisy numbers are averaged
+COMPARE = "--compare"  # in settings.json, beside the names of arms
+CACHES = {"compressed": "eval_compressed", "dense": "eval_dense"}
 OPTIONS = dict(
-    seeds=3,           # seeds 0, 1, 2
+    seeds=3,           # seeds 0, 1, 2, or as many from `first` on
+    first=0,           # the first seed
     jobs=1,            # runs at a time
     threads=1,         # of each run
     out="out-ablate",  # a run is OUT/ARM/SEED, what it prints OUT/ARM/SEED/train.log
+    compare="",        # ARM/ARM/compressed or ARM/ARM/dense, three at most: A/B/dense,A/C/dense
     keep="",           # a folder; logs are also copied there, small, as ARM-SEED.jsonl
     table=False,       # --table: no runs, only table and figure of what is there
 )
-RANGES = dict(seeds=(1, 1000), jobs=(1, 1000), threads=(1, 1000))
+RANGES = dict(seeds=(1, 1000), first=(0, 10**6), jobs=(1, 1000), threads=(1, 1000))
 # what decides the rewards before training, the second line only where keys are evicted
-START = ("model", "task", "prompt_tokens", "max_new_tokens", "eval_problems", "evict")
+START = ("model", "task", "prompt_tokens", "max_new_tokens", "eval_final", "evict")
 START_EVICT = ("budget", "spread", "window", "sinks", "pool", "response_budget", "period")
 
 
@@ -88,8 +98,10 @@ def parse(argv):
     check_ranges(options, RANGES)
     if not options.out:
         raise ValueError("write --out=FOLDER")
-    if options.table and (common or not all(re.match("--(table|out|keep)=", arg) for arg in own)):
-        raise ValueError("--table runs nothing: it takes --out, --keep and names of arms")
+    of_table = all(re.match("--(table|out|keep|compare)=", arg) for arg in own)
+    if options.table and (common or not of_table):
+        raise ValueError("--table runs nothing: it takes --out, --keep, --compare and names of "
+                         "arms")
     if not (arms or options.table):
         raise ValueError("no arm: name a config file, or say --table (--help says more)")
     return options, arms, common
@@ -115,12 +127,28 @@ def parse_arm(text):
     return " ".join(name), files, options
 
 
+def parse_compare(text):
+    """'smd/naive/compressed,smd/dense/dense' -> [(arm, other arm, cache)]; no name of an arm has
+    a slash. Raises ValueError."""
+    pairs = []
+    for part in re.split(r"(?<=/compressed),|(?<=/dense),", text):
+        names = part.split("/")
+        if len(names) != 3 or names[2] not in CACHES or names[0] == names[1]:
+            raise ValueError(f"compare {shown(part)}: write ARM/OTHER/compressed or "
+                             "ARM/OTHER/dense, several joined by commas")
+        pairs.append(tuple(names))
+    if len(pairs) > 3:
+        raise ValueError(f"compare names {len(pairs)} comparisons, at most 3: each one more makes "
+                         "all of them weaker")
+    return pairs
+
+
 def folder(name):
     return name.replace(" ", ",")  # needs no quotes in a shell
 
 
 def request(texts, common, seeds):
-    """Check every arm as train.py would, before anything runs.
+    """Check every arm as train.py would, before anything runs. seeds: a range.
     -> {name: what settings.json holds}, {name: settings}. Raises ValueError."""
     arms, configs = {}, {}
     for name, files, options in map(parse_arm, texts):
@@ -132,7 +160,7 @@ def request(texts, common, seeds):
             if getattr(c, key) is True or any(arg.startswith(f"--{key}=") for arg in args):
                 raise ValueError(f"arm {name!r}: {key}: every run gets its own, from --seeds and "
                                  "--out")
-        arms[name] = dict(args=shlex.join(args), seeds=list(range(seeds)), steps=c.steps,
+        arms[name] = dict(args=shlex.join(args), seeds=list(seeds), steps=c.steps,
                           start=start_of(c))
     return arms, configs
 
@@ -193,6 +221,7 @@ def recorded(where):
     """What settings.json says: {name of an arm: its arguments, seeds, steps}."""
     file = os.path.join(where, "settings.json")
     arms = read_json(file, {})
+    arms.pop(COMPARE, None)
     for name, a in arms.items():
         if not (isinstance(a, dict) and type(a.get("args")) is type(a.get("start", "")) is str
                 and type(a.get("steps", "")) in (int, type(None)) and type(a.get("seeds")) is list
@@ -200,6 +229,40 @@ def recorded(where):
             raise ValueError(f"{file}: {shown(name)} needs args (text), "
                              "seeds (a list of ints), steps (an int or null), start (text)")
     return arms
+
+
+def compared(where):
+    """The comparisons that settings.json names and how many runs had begun then, or None."""
+    file = os.path.join(where, "settings.json")
+    named = read_json(file, {}).get(COMPARE)
+    if named is None:
+        return None
+    try:
+        parse_compare(entry(named, "compare", str))
+        entry(named, "begun", int)
+    except (ValueError, AttributeError) as e:
+        raise ValueError(f"{file}: {COMPARE}: {e}") from None
+    return named
+
+
+def name_comparisons(where, text):
+    """Those of the folder, else those of text as of now, or None; nothing is written. Raises
+    ValueError if others are named there."""
+    before = compared(where)
+    if text and before and text != before["compare"]:
+        raise ValueError(f"compare was {shown(before['compare'])} in {where!r}, now it is "
+                         f"{shown(text)}: choose another --out and --keep")
+    if before or not text:
+        return before
+    return dict(compare=text, begun=sum(map(len, find_logs(where).values())))
+
+
+def check_compared(named, arms):
+    """Raise ValueError if a comparison names an arm that is not there."""
+    for *names, _ in parse_compare(named["compare"]):
+        for name in names:
+            if name not in arms:
+                raise ValueError(f"compare: no arm {name!r}, only {', '.join(arms)}")
 
 
 def ended(log, steps=None):
@@ -368,7 +431,7 @@ def run_all(todo, jobs, threads):
 
 KEPT = ("kind", "step", "reward", "loss", "kl", "gap", "gap_max", "weight", "rejected", "accept",
         "accept_p05", "entropy", "equal", "truncated", "tokens", "length", "grad_norm", "lr",
-        "eval_compressed", "eval_dense", "eval_accept", "eval_accept_p05", "seconds")
+        "problems", "eval_compressed", "eval_dense", "eval_accept", "eval_accept_p05", "seconds")
 KV = ("kv_kept", "kv_dense", "kv_dense_shared")  # of the last step only
 
 
@@ -388,12 +451,15 @@ def compact(log):
     return out
 
 
-def remember(where, arms):
-    """Add arms to where/settings.json, and their seeds to those that it has."""
-    all_arms = recorded(where)
+def remember(where, arms, named=None):
+    """Add arms to where/settings.json, and their seeds to those that it has, and the comparisons
+    unless it has some."""
+    all_arms, named = recorded(where), compared(where) or named
     for name, a in arms.items():
         before = all_arms.get(name, a)["seeds"]
         all_arms[name] = {**a, "seeds": sorted({*a["seeds"], *before})}
+    if named:
+        all_arms[COMPARE] = named
     lines = (f"{json.dumps(name)}: {json.dumps(a)}" for name, a in all_arms.items())
     write_text(os.path.join(where, "settings.json"), "{" + ",\n ".join(lines) + "}\n")
 
@@ -441,28 +507,26 @@ def load(where, names=()):
     return arms
 
 
-def keep(where, arms):
+def keep(where, arms, named=None):
     """Write the logs of arms to a folder, compact, and what settings.json says about them."""
     os.makedirs(where, exist_ok=True)
     for name, a in arms.items():
         for seed, log in a["logs"].items():
             lines = (json.dumps(row, separators=(",", ":")) + "\n" for row in log)
             write_text(os.path.join(where, f"{folder(name)}-{seed}.jsonl"), "".join(lines))
-    remember(where, {name: {k: x for k, x in a.items() if k != "logs"} for name, a in arms.items()})
+    arms = {name: {k: x for k, x in a.items() if k != "logs"} for name, a in arms.items()}
+    remember(where, arms, named)
 
 
-# the table
+# the tables
 
-COLUMNS = ("arm", "seeds", "held-out reward, compressed cache", "held-out reward, dense cache",
-           f"sampled reward, last {LAST} steps",
-           f"gap learner - sampler, first and last {LAST} steps",
-           f"acceptance, mean and p05, last {LAST} steps", "held-out acceptance, mean and p05",
-           "KV kept", "minutes", "peak GB")
-NOTE = ("Mean ± sample standard deviation over seeds, worst seed in brackets; held-out: greedy, at "
-        "the end. Gap: mean |log-prob of the learner - of the sampler|. Acceptance: overlap of the "
-        "dense and the sparse policy, mean and 5th percentile. KV kept: of a dense cache, in "
-        "brackets of one that stores each prompt once per group. Minutes: sampling and learning, "
-        "without evaluation.")
+MANY_SEEDS = 8  # from here on single seeds are not shown
+NOTE = ("Reward: on held-out problems, greedy, mean of a run's last two evaluations; beside the "
+        "mean over seeds its 95 % interval (Student's t, which knows no bounds). Gap: mean "
+        "|log-prob of the learner - of the sampler|. Acceptance: overlap of the dense and the "
+        "sparse policy, mean and 5th percentile. KL and entropy in nats, response length in "
+        "tokens. KV kept: of a dense cache, in brackets of one that stores each prompt once per "
+        "group. Minutes: sampling and learning, without evaluation.")
 
 
 def series(a, key):
@@ -470,17 +534,28 @@ def series(a, key):
     return [[r[key] for r in log if key in r] for log in a["logs"].values()]
 
 
-def at_end(a, key, steps=1):
+def at_end(a, key):
     """Of each seed that logged key the mean over its last steps."""
-    return [fmean(s[-steps:]) for s in series(a, key) if s]
+    return [fmean(s[-LAST:]) for s in series(a, key) if s]
 
 
-def across(values, worst=False):
-    """mean ± sample standard deviation (worst)"""
+def results(a, key):
+    """{seed: mean of key over the last two evaluations} where it was logged. That before the first
+    step is none of them."""
+    found = {}
+    for seed, log in a["logs"].items():
+        values = [r[key] for r in log if key in r and r["step"] > 0]
+        if values:
+            found[seed] = fmean(values[-2:])
+    return found
+
+
+def across(values):
+    """mean [95 % interval]"""
     if len(values) < 2:
         return "".join(f"{x:.3f}" for x in values)
-    text = f"{fmean(values):.3f} ± {statistics.stdev(values):.3f}"
-    return f"{text} ({min(values):.3f})" if worst else text
+    mean, half = interval(values)
+    return f"{mean:.3f} [{mean - half:.3f}, {mean + half:.3f}]"
 
 
 def small(x):
@@ -489,40 +564,22 @@ def small(x):
     return re.sub("e-0*", "e-", f"{x:.0e}")
 
 
-def pair(a, key, steps=1):
-    """Mean over seeds of key and of its 5th percentile, nothing where they were not
-    logged."""
-    mean, p05 = at_end(a, key, steps), at_end(a, f"{key}_p05", steps)
+def mean_of(values, show="{:.3f}".format):
+    """Their mean as text, nothing of nothing."""
+    return show(fmean(values)) if values else ""
+
+
+def pair(mean, p05):
+    """Means over seeds, nothing where they were not logged."""
     return f"{fmean(mean):.3f}, {fmean(p05):.3f}" if mean and p05 else ""
 
 
-def cells(a):
-    """An arm's cells from the third column on."""
-    gap_first, gap_last = [fmean(s[:LAST]) for s in series(a, "gap") if s], at_end(a, "gap", LAST)
-    gap = ""
-    if gap_last:  # where nothing is replayed, as all samples of each prompt earn the same
-        gap = f"{small(fmean(gap_first))}, {small(fmean(gap_last))}"
-    kept, dense, shared = (sum(map(sum, series(a, f"kv_{key}")))
-                           for key in ("kept", "dense", "dense_shared"))
-    minutes = fmean(map(sum, series(a, "seconds"))) / 60
-    peak = at_end(a, "peak_gb")
-    return [across(at_end(a, "eval_compressed"), worst=True),
-            across(at_end(a, "eval_dense"), worst=True),
-            across(at_end(a, "reward", LAST)),
-            gap,
-            pair(a, "accept", LAST),
-            pair(a, "eval_accept"),
-            f"1/{dense / kept:.1f} (1/{shared / kept:.1f})",
-            f"{minutes:.1f}",
-            f"{max(peak):.1f}" if peak else ""]
-
-
-def before(arms):
-    """Rewards before training. Arms with the same start share a row, as only their learners
-    differ; arms that evict nothing are left out beside others, as theirs is the others'
-    dense reward. -> [(names, rewards with the compressed cache, with the dense cache)], a
-    reward for each seed, the start that most arms share first"""
-    groups = {}  # (evicts, start) -> names, {seed: pairs of rewards}
+def before(arms, cache):
+    """Rewards before training, of each seed, which differ only in old logs. Arms with the same
+    start share a row, as only their learners differ; arms that evict nothing are left out beside
+    others, as theirs is the others' dense reward. -> [(names, rewards)], the start that most arms
+    share first"""
+    groups = {}  # (evicts, start) -> names, {seed: rewards}
     for name, a in arms.items():
         for seed, log in a["logs"].items():
             r = next(r for r in log if "kv_kept" in r)
@@ -530,33 +587,129 @@ def before(arms):
             key = r["kv_kept"] < r["kv_dense_shared"], start
             names, rewards = groups.setdefault(key, ({}, {}))
             names[name] = True
-            pairs = rewards.setdefault(seed, [])
-            pairs.append((log[0]["eval_compressed"], log[0]["eval_dense"]))
+            rewards.setdefault(seed, []).append(log[0][CACHES[cache]])
     some_evict = any(evicts for evicts, _ in groups)
-    rows = []
-    for (evicts, _), (names, rewards) in groups.items():
-        if evicts == some_evict:
-            compressed, dense = zip(*[map(fmean, zip(*pairs)) for pairs in rewards.values()])
-            rows.append((list(names), compressed, dense))
+    rows = [(list(names), [*map(fmean, rewards.values())])
+            for (evicts, _), (names, rewards) in groups.items() if evicts == some_evict]
     return sorted(rows, key=lambda row: -len(row[0]))
 
 
-def table(arms):
-    """-> Markdown"""
-    rows, missing = [], []
-    for i, (names, compressed, dense) in enumerate(before(arms)):
-        title = f"before training ({', '.join(names)})" if i else "before training"
-        rows.append([title, "", across(compressed), across(dense)])
-    for name, a in arms.items():
-        n, lost = len(a["logs"]), [seed for seed in a["seeds"] if seed not in a["logs"]]
-        missing += [f"{name} seed {seed}" for seed in lost]
-        rows.append([name, f"{n} of {n + len(lost)}" if lost else str(n)] + (cells(a) if n else []))
-    rows = [row + [""] * (len(COLUMNS) - len(row)) for row in rows]
-    used = [i for i in range(len(COLUMNS)) if i < 4 or any(row[i] for row in rows)]
-    lines = ["| " + " | ".join(row[i] for i in used) + " |" for row in [COLUMNS, *rows]]
+def markdown(title, columns, rows):
+    """A table without the columns that are empty. Rows may be short."""
+    rows = [row + [""] * (len(columns) - len(row)) for row in rows]
+    used = [i for i in range(len(columns)) if i < 3 or any(row[i] for row in rows)]
+    lines = ["| " + " | ".join(row[i] for i in used) + " |" for row in [columns, *rows]]
     lines.insert(1, "|---" * len(used) + "|")
-    end = f"\n**Not finished, and counted nowhere: {', '.join(missing)}.**\n" if missing else ""
-    return "\n".join([*lines, "", NOTE, end])
+    return "\n".join([title, "", *lines, ""])
+
+
+def counted(a):
+    """How many seeds ended, of how many."""
+    n = len(a["logs"])
+    return str(n) if n == len(a["seeds"]) else f"{n} of {len(a['seeds'])}"
+
+
+def rewards_table(arms, cache):
+    """Held-out reward under one cache, arm by arm."""
+    rows, shown = [], set()
+    for i, (names, rewards) in enumerate(before(arms, cache)):
+        text = across(rewards if min(rewards) < max(rewards) else rewards[:1])
+        if text not in shown:  # starts that differ in what they evict have one dense reward
+            rows.append([f"before training ({', '.join(names)})" if i else "before training", "",
+                         text])
+        shown.add(text)
+    for name, a in arms.items():
+        of_seeds = results(a, CACHES[cache]).values()
+        row = [name, counted(a), across([*of_seeds])]
+        if 1 < len(of_seeds):
+            each = " ".join(f"{x:.3f}" for x in of_seeds)
+            row += [each if len(of_seeds) < MANY_SEEDS else "", f"{min(of_seeds):.3f}"]
+        rows.append(row)
+    title = f"**Served {cache}**: held-out reward with the {cache} cache"
+    return markdown(title, ["arm", "seeds", "mean", "each seed", "worst"], rows)
+
+
+def health(arms):
+    """What happened on the way, arm by arm."""
+    columns = ["arm", "seeds", "sampled reward", f"gap, first and last {LAST} steps",
+               "acceptance, mean and p05", "held-out acceptance, mean and p05", "KL", "entropy",
+               "response length", "largest lr", "KV kept", "minutes", "peak GB"]
+    rows = []
+    for name, a in arms.items():
+        row = [name, counted(a)]
+        if a["logs"]:
+            row += cells(a)
+        rows.append(row)
+    title = f"**Training**: means over seeds, where nothing else is said over the last {LAST} steps"
+    return markdown(title, columns, rows)
+
+
+def cells(a):
+    """An arm's cells from the third column on."""
+    gap_first, gap_last = [fmean(s[:LAST]) for s in series(a, "gap") if s], at_end(a, "gap")
+    gap = ""
+    if gap_last:  # where nothing is replayed, as all samples of each prompt earn the same
+        gap = f"{small(fmean(gap_first))}, {small(fmean(gap_last))}"
+    kl = at_end(a, "kl")
+    kept, dense, shared = (sum(map(sum, series(a, f"kv_{key}")))
+                           for key in ("kept", "dense", "dense_shared"))
+    peak = [max(s) for s in series(a, "peak_gb") if s]
+    lr = [max(s) for s in series(a, "lr") if s]
+    held_out = [[*results(a, f"eval_accept{end}").values()] for end in ("", "_p05")]
+    return [mean_of(at_end(a, "reward")),
+            gap,
+            pair(at_end(a, "accept"), at_end(a, "accept_p05")),
+            pair(*held_out),
+            mean_of(kl, small) if any(kl) else "",  # 0 where it is not computed
+            mean_of(at_end(a, "entropy"), "{:.2f}".format),
+            mean_of(at_end(a, "length"), "{:.1f}".format),
+            re.sub("e-0*", "e-", f"{max(lr):g}") if lr else "",
+            f"1/{dense / kept:.1f} (1/{shared / kept:.1f})",
+            f"{fmean(map(sum, series(a, 'seconds'))) / 60:.1f}",
+            f"{max(peak):.1f}" if peak else ""]
+
+
+def comparisons_table(arms, named):
+    """The comparisons that were named, over the seeds that both arms have, p-values adjusted for
+    their number."""
+    pairs = parse_compare(named["compare"])
+    differences = []  # a {seed: difference} for each
+    for one, other, cache in pairs:
+        x, y = (results(arms[name], CACHES[cache]) for name in (one, other))
+        differences.append({seed: x[seed] - y[seed] for seed in sorted(x.keys() & y.keys())})
+    ps = [p_value([*d.values()]) for d in differences]
+    rows = []
+    for (one, other, cache), d, p, adjusted in zip(pairs, differences, ps, holm(ps)):
+        row = [f"{one} - {other}, {cache}", str(len(d)), "",
+               " ".join(f"{seed}: {x:+.3f}" for seed, x in d.items())]
+        if len(d) > 1:
+            mean, half = interval([*d.values()])
+            row[2] = f"{mean:+.3f} [{mean - half:+.3f}, {mean + half:+.3f}]"
+            row += [shown_p(p), shown_p(adjusted)]
+        rows.append(row)
+    when = "named before the first run"
+    if named["begun"]:
+        when = f"named after {named['begun']} runs had begun"
+    title = f"**Comparisons**, {when}: difference of held-out rewards, paired by seed"
+    columns = ["comparison", "seeds", "mean", "each seed", "p", "p, Holm"]
+    return markdown(title, columns, rows)
+
+
+def shown_p(p):
+    return f"{p:.2g}" if p >= 1e-4 else "< 0.0001"
+
+
+def table(arms, named=None, every=None):
+    """-> Markdown. named: comparisons, between arms of `every`"""
+    parts = [rewards_table(arms, "compressed"), rewards_table(arms, "dense")]
+    if named:
+        parts.append(comparisons_table(every, named))
+    parts += [health(arms), NOTE + "\n"]
+    missing = [f"{name} seed {seed}" for name, a in arms.items()
+               for seed in a["seeds"] if seed not in a["logs"]]
+    if missing:
+        parts.append(f"**Not finished, and counted nowhere: {', '.join(missing)}.**\n")
+    return "\n".join(parts)
 
 
 # the figure
@@ -581,15 +734,14 @@ def smooth(s):
 
 
 def over_seeds(a, key, f=list):
-    """Of f(what each seed logged under key) -> steps that every seed has, and there mean,
-    least and largest over seeds"""
+    """Of f(what each seed logged under key) -> steps that every seed has, and there the values of
+    all seeds"""
     curves = []
     for log, values in zip(a["logs"].values(), series(a, key)):
         steps = [r["step"] for r in log if key in r]
         curves.append(dict(zip(steps, f(values))))
     steps = [step for step in curves[0] if all(step in c for c in curves)]
-    at_step = [[c[step] for c in curves] for step in steps]
-    return steps, [fmean(x) for x in at_step], [min(x) for x in at_step], [max(x) for x in at_step]
+    return steps, [[c[step] for c in curves] for step in steps]
 
 
 def places(wanted, gap, low, high):
@@ -624,62 +776,64 @@ def label(ax, ends):
                     parse_math=False)
 
 
-def curve(ax, arms, key, f, positive=False):
+def curve(ax, arms, key, f=list, positive=False):
     """A line for each arm: key, changed by f, mean over seeds. -> ends for `label`"""
     ends = []
     for i, (name, a) in enumerate(arms.items()):
-        steps, mean, _, _ = over_seeds(a, key, f)
-        points = [(s, y) for s, y in zip(steps, mean) if y > 0 or not positive]
+        steps, values = over_seeds(a, key, f)
+        points = [(s, y) for s, y in zip(steps, map(fmean, values)) if y > 0 or not positive]
         if points:
             ax.plot(*zip(*points), **look(i))
             ends.append((name, look(i)["color"], points[-1]))
     return ends
 
 
-def draw_reward(ax, arms, steps):
+def spread_of(ax, arms, key):
+    """Around the lines of `curve` each seed, or of many seeds the interval of their mean. -> what
+    was drawn"""
+    seeds = max(len(a["logs"]) for a in arms.values())
     for i, a in enumerate(arms.values()):
-        x, y, _, _ = over_seeds(a, "eval_compressed")
-        # dots of one evaluation stand side by side
-        dodge = 0.004 * steps * (i - (len(arms) - 1) / 2)
-        ax.plot([s + dodge for s in x], y, "osD^"[i // len(COLOURS) % 4], ms=4, mec="white",
-                mew=0.5, color=look(i)["color"], clip_on=False, zorder=5)
-        x, _, low, high = over_seeds(a, "reward", smooth)
-        ax.fill_between(x, low, high, color=look(i)["color"], lw=0,
-                        alpha=0.10 if len(arms) < 6 else 0.05)
-    seeds = [len(a["logs"]) for a in arms.values()]
-    many = " to ".join(map(str, sorted({min(seeds), max(seeds)})))
-    title = f"reward: line = sampled, mean of the last {LAST} steps; "
-    if many != "1":
-        title += f"band = least to largest of {many} seeds; "
-    title += "dot = held out, greedy, compressed cache"
-    ax.set(ylabel="mean reward", ylim=(0, 1), title=title)
-    return curve(ax, arms, "reward", smooth)
+        steps, values = over_seeds(a, key)
+        colour = look(i)["color"]
+        if seeds < MANY_SEEDS:
+            ax.plot(steps, values, color=colour, lw=0.6, alpha=0.5 if len(arms) < 6 else 0.25,
+                    zorder=1.5)
+        elif len(a["logs"]) > 1:
+            low, high = zip(*[(m - half, m + half) for m, half in map(interval, values)])
+            ax.fill_between(steps, low, high, color=colour, lw=0, alpha=0.12)
+    if seeds == 1:
+        return ""
+    return " (thin: single seeds)" if seeds < MANY_SEEDS else " (band: 95 % interval of the mean)"
+
+
+def draw_reward(ax, arms, cache):
+    ends = curve(ax, arms, CACHES[cache])
+    more = spread_of(ax, arms, CACHES[cache])
+    ax.set(ylabel="held-out reward", ylim=(0, 1), title=f"Served {cache}{more}")
+    return ends
 
 
 def draw_gap(ax, arms):
     ends = curve(ax, arms, "gap", smooth, positive=True)  # 0 has no logarithm
-    ax.set(ylabel="gap (nats)", yscale="log",
-           title=f"gap: mean |log-prob of learner - sampler|, last {LAST} steps")
+    ax.set(ylabel=f"nats, mean of {LAST} steps", yscale="log",
+           title="Gap: mean |log-prob of learner - sampler|")
     ax.minorticks_off()
     return ends
 
 
 def draw_acceptance(ax, arms, key):
     """key: accept, logged in every step, or eval_accept"""
-    f = smooth if key == "accept" else list
+    f, where = list, "of held-out tokens"
+    if key == "accept":
+        f, where = smooth, f"mean of {LAST} steps"
     ends = curve(ax, arms, f"{key}_p05", f)
-    for i, a in enumerate(arms.values()):
-        steps, mean, _, _ = over_seeds(a, key, f)
-        ax.plot(steps, mean, **look(i) | dict(lw=0.8))
-    title = "acceptance: thick = 5th percentile, thin = mean"
-    if key == "eval_accept":
-        title += ", held out"
-    ax.set(ylabel="overlap of the two policies", ylim=(0, 1), title=title)
+    ax.set(ylabel="overlap of the policies", ylim=(0, 1),
+           title=f"Acceptance: 5th percentile {where}")
     return ends
 
 
 def figure(arms, path):
-    """Reward, gap and acceptance against step, as a PNG for a page 900 px wide."""
+    """Rewards under both caches, gap and acceptance by step, as a PNG for a page 900 px wide."""
     arms = {name: a for name, a in arms.items() if a["logs"]}
     if not arms:
         tell("no figure: no run has ended", sys.stderr)
@@ -695,16 +849,16 @@ def figure(arms, path):
     logged = [key for key in ("eval_accept", "accept")
               if any(any(series(a, key)) for a in arms.values())]
     steps = max(log[-1]["step"] for a in arms.values() for log in a["logs"].values())
+    height = max(6, 0.36 * len(arms))  # inches; labels need room
     with plt.rc_context(PAGE):
-        fig, panels = plt.subplot_mosaic("AA;BC" if logged else "AA;BB", figsize=(9, 6),
+        fig, panels = plt.subplot_mosaic("AB;CD" if logged else "AB;CC", figsize=(9, height),
                                          layout="constrained", height_ratios=(1.25, 1))
-        ends = dict(A=draw_reward(panels["A"], arms, steps), B=draw_gap(panels["B"], arms))
+        ends = dict(A=draw_reward(panels["A"], arms, "compressed"),
+                    B=draw_reward(panels["B"], arms, "dense"), C=draw_gap(panels["C"], arms))
         if logged:
-            ends["C"] = draw_acceptance(panels["C"], arms, logged[0])
+            ends["D"] = draw_acceptance(panels["D"], arms, logged[0])
         for ax in panels.values():
             ax.set(xlabel="step", xlim=(0, steps))
-        margin = 0.002 * steps * len(arms)  # for dots that stand side by side
-        panels["A"].set_xlim(-margin, steps + margin)
         # labels decide how much room is left for a panel, its height where they must stand
         for _ in range(2):
             for k, ax in panels.items():
@@ -715,14 +869,17 @@ def figure(arms, path):
     os.replace(path + ".tmp", path)
 
 
-def run_missing(options, texts, common):
-    """Run what is not there yet. -> how many runs did not finish"""
+def run_missing(options, texts, common, named):
+    """Run what is not there yet. named: comparisons. -> how many runs did not finish"""
     out = options.out
-    arms, configs = request(texts, common, options.seeds)
+    seeds = range(options.first, options.first + options.seeds)
+    arms, configs = request(texts, common, seeds)
+    if named:
+        check_compared(named, recorded(out) | arms)
     make_folder(out)
     hold(out)
     todo = []
-    for seed in range(options.seeds):  # seed by seed: after a round every arm has one to show
+    for seed in seeds:  # seed by seed: after a round every arm has one to show
         for name, a in arms.items():
             path = os.path.join(out, folder(name), str(seed))
             check_unused(path)
@@ -732,8 +889,8 @@ def run_missing(options, texts, common):
                 todo.append((f"{name} seed {seed}", path, args))
     for path in filter(None, [options.keep, *(path for _, path, _ in todo)]):
         make_folder(path)
-    remember(out, arms)
-    runs = len(arms) * options.seeds
+    remember(out, arms, named)
+    runs = len(arms) * len(seeds)
     tell(f"{len(arms)} arms x {options.seeds} seeds: {len(todo)} runs to do, "
          f"{runs - len(todo)} done before")
     return run_all(todo, options.jobs, options.threads)
@@ -747,14 +904,23 @@ def main(argv):
         failed = 0
         options.out = os.path.normpath(options.out)
         names = [parse_arm(text)[0] if ".py" in text else text for text in texts]
+        if options.compare:
+            parse_compare(options.compare)
+        named = name_comparisons(options.out, options.compare)
+        if named and options.keep:
+            name_comparisons(options.keep, named["compare"])
         if not options.table:
-            failed = run_missing(options, texts, common)
+            failed = run_missing(options, texts, common, named=named)
+        every = None
+        if named:
+            every = load(options.out)
+            check_compared(named, every)
         arms = load(options.out, names)
-        text = table(arms)
+        text = table(arms, named, every=every)
         tell(text)
         write_text(os.path.join(options.out, "table.md"), text)
         if options.keep:
-            keep(options.keep, arms)
+            keep(options.keep, arms, named)
         figure(arms, os.path.join(options.out, "ablate.png"))
     raise SystemExit(bool(failed))
 

@@ -30,8 +30,8 @@ RAW = dict(
     max_position_embeddings=512, rms_norm_eps=1e-6, rope_theta=1e4, tie_word_embeddings=True)
 SMALL = dict(budget=24, window=8, sinks=2)
 STOP = (3, 7, 9)
-FAST = ["--prompts=2", "--group=4", "--prompt_tokens=64", "--eval_problems=4", "--steps=4",
-        "--eval_every=2", "--save_every=2", "--device=cpu"]  # a run of half a second
+FAST = ["--prompts=2", "--group=4", "--prompt_tokens=64", "--eval_problems=4", "--eval_final=4",
+        "--steps=4", "--eval_every=2", "--save_every=2", "--device=cpu"]  # a run of half a second
 
 
 # models and prompts

@@ -59,7 +59,8 @@ MODEL = dict(
 SHARDS = [f"model-{i}.safetensors" for i in range(3)]
 TEMPLATE = "{% for m in messages %}{{ m['role'] }}: {{ m['content'] }}\n{% endfor %}"
 RUN = ["--steps=2", "--prompts=2", "--group=2", "--prompt_tokens=128", "--eval_problems=2",
-       "--max_new_tokens=2", "--device=cpu", "--dtype=float32", "--eval_every=2", "--save_every=2"]
+       "--eval_final=2", "--max_new_tokens=2", "--device=cpu", "--dtype=float32", "--eval_every=2",
+       "--save_every=2"]
 
 
 # ---- valid inputs ----

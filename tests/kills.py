@@ -26,8 +26,8 @@ import torch
 ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 STEPS = 4
 SETTINGS = ["--prompts=2", "--group=4", "--prompt_tokens=64", "--eval_problems=4", "--eval_batch=1",
-            f"--steps={STEPS}", "--eval_every=1", "--save_every=2", "--lr=1e-3", "--warmup=0",
-            "--device=cpu"]  # the second evaluation is the best one
+            "--eval_final=4", f"--steps={STEPS}", "--eval_every=1", "--save_every=2", "--lr=1e-3",
+            "--warmup=0", "--device=cpu"]  # the second evaluation is the best one
 SIGNALS = ("SIGINT", "SIGTERM", "SIGHUP", "SIGKILL")
 PHASES = {  # about how many seconds; the end are the last saves
     "start-up": 4.0, "evaluation": 0.1, "step": 0.1, "checkpoint": 0.02, "best": 0.02, "end": 0.2}

@@ -24,7 +24,7 @@ from experiments import ablate
 def made(steps, seed=0, gap=1e-6, peak=None, accept=True, kept=100, start=0.25, **end):
     """Lines as train.py writes them: reward is 0 in all steps but the last 10, where it is
     0.5 + seed / 8."""
-    rows = [dict(kind="eval", step=0, eval_compressed=start, eval_dense=0.75)]
+    rows = [dict(kind="eval", step=0, problems=8, eval_compressed=start, eval_dense=0.75)]
     for s in range(steps):
         late = s >= steps - 10
         row = dict(kind="step", step=s, reward=0.5 + seed / 8 if late else 0.0, loss=0.1,
@@ -36,7 +36,7 @@ def made(steps, seed=0, gap=1e-6, peak=None, accept=True, kept=100, start=0.25, 
         if peak:
             row.update(peak_gb=peak + s)
         rows.append(row)
-    last = dict(kind="eval", step=steps, eval_compressed=0.5 + seed / 4, eval_dense=1.0)
+    last = dict(kind="eval", step=steps, problems=8, eval_compressed=0.5 + seed / 4, eval_dense=1.0)
     return rows + [last | end]
 
 
@@ -98,14 +98,25 @@ def main(*argv):
     return e.value.code
 
 
-GAP = "gap learner - sampler, first and last 10 steps"
+GAP = "gap, first and last 10 steps"
 
 
-def cells(text):
-    """Markdown -> {first cell of a row: {column: cell}}"""
-    lines = [line[1:-1] for line in text.splitlines() if line.startswith("| ")]
-    rows = [[c.strip() for c in line.split("|")] for line in lines]
+def cells(text, title="Training"):
+    """Markdown -> {first cell of a row: {column: cell}} of the table under **title**"""
+    lines = text.split(f"**{title}**")[1].split("**")[0].splitlines()
+    rows = [[c.strip() for c in line[1:-1].split("|")] for line in lines if line.startswith("| ")]
     return {r[0]: dict(zip(rows[0], r)) for r in rows[1:]}
+
+
+def served(text):
+    """-> cells of the tables of rewards, compressed and dense"""
+    return cells(text, "Served compressed"), cells(text, "Served dense")
+
+
+def evaluated(log, step, **numbers):
+    """A log with one evaluation more."""
+    at = next(i for i, r in enumerate(log) if r["step"] == step)
+    return log[:at] + [dict(kind="eval", step=step, problems=8, **numbers)] + log[at:]
 
 
 # the command line
@@ -124,7 +135,8 @@ def test_arms_are_parsed():
 
 
 def test_options_of_an_arm_come_last():
-    arms, configs = ablate.request(["config/naive.py --budget=22"], ["--budget=40", "--steps=7"], 2)
+    arms, configs = ablate.request(["config/naive.py --budget=22"], ["--budget=40", "--steps=7"],
+                                  range(2))
     arm = arms["naive budget=22"]
     assert configs["naive budget=22"].budget == 22 and arm["steps"] == 7 and arm["seeds"] == [0, 1]
     assert arm["args"] == "config/naive.py --budget=40 --steps=7 --budget=22"
@@ -137,7 +149,8 @@ NAIVE = "config/naive.py"
     ([], "no arm"),
     ([NAIVE, "--seeds=00"], "seeds must be between 1"), ([NAIVE, "--jobs=two"], "expects int"),
     ([NAIVE, "--seeds=99999999999"], "seeds must be between 1"),
-    ([NAIVE, "--seeds"], "--key=value"), ([""], "config/NAME.py"),
+    ([NAIVE, "--first=-1"], "first must be between 0"), ([NAIVE, "--seeds"], "--key=value"),
+    ([""], "config/NAME.py"),
     ([NAIVE, "--out="], "--out=FOLDER"), ([NAIVE, "--table=1"], "table expects bool"),
     ([".py"], "no name to a folder"), (["x/...py"], "no name to a folder"),
     ([NAIVE, "--keep=/proc/x"], "cannot write to folder '/proc/x'"),
@@ -153,6 +166,12 @@ NAIVE = "config/naive.py"
     ([NAIVE, "--group=1"], "group must be at least 2"),
     (["config/tis.py --learner=shadow"], "both are one policy"),
     (["config/dpo.py --correction=tis --learner=dense"], "does not have"),
+    ([NAIVE, "--compare=naive/smd/dense"], "compare: no arm 'smd', only naive"),
+    ([NAIVE, "config/smd.py", "--compare=naive/smd/Dense"], "compare 'naive/smd/Dense': write"),
+    ([NAIVE, "config/smd.py", "--compare=naive-smd/dense"], "write ARM/OTHER/compressed or"),
+    ([NAIVE, "--compare=naive/naive/dense"], "compare 'naive/naive/dense': write"),
+    ([NAIVE, "--compare=" + ",".join(["a/b/dense"] * 4)], "names 4 comparisons, at most 3"),
+    (["--table", "--compare=a/b/sense"], "compare 'a/b/sense': write"),
 ])
 def test_refused_in_one_line(argv, says, tmp_path, monkeypatch):
     monkeypatch.setattr(ablate, "run_all", None)  # nothing may be started
@@ -172,7 +191,7 @@ def test_a_config_file_does_not_throw_runs_away(tmp_path):
 # what is run
 
 def test_what_a_run_needs(tmp_path):
-    _, configs = ablate.request(["config/naive.py"], ["--steps=4", "--device=cpu"], 1)
+    _, configs = ablate.request(["config/naive.py"], ["--steps=4", "--device=cpu"], range(1))
     c, run = configs["naive"], tmp_path / "run"
     was = vars(c) | dict(seed=5, out_dir=str(run), dtype="float32")
     assert ablate.decide(run, c) == "--overwrite=True"
@@ -196,7 +215,7 @@ def test_what_a_run_needs(tmp_path):
     c.steps = 4
     shutil.rmtree(run / "model")
     assert ablate.decide(run, c) is None  # deleted on purpose, like ckpt.pt
-    for key, value in dict(lr=1e-5, eval_problems=8).items():
+    for key, value in dict(lr=1e-5, eval_problems=8, eval_final=8).items():
         with pytest.raises(ValueError, match=f"^{key} was .* now it is {value}"):
             ablate.decide(run, type(c)(**vars(c) | {key: value}))
     assert ablate.decide(run, type(c)(**vars(c) | dict(save_every=1))) is None
@@ -214,7 +233,7 @@ def fake(tmp_path, monkeypatch):
     monkeypatch.setattr(ablate, "cards", lambda: ["3", "5"])
     out = tmp_path / "out"
     out.mkdir()
-    _, configs = ablate.request(["config/naive.py", "config/shadow.py"], ["--steps=12"], 1)
+    _, configs = ablate.request(["config/naive.py", "config/shadow.py"], ["--steps=12"], range(1))
     for name, c in configs.items():
         (out / f"{name}.py.json").write_text(json.dumps(vars(c)))
 
@@ -247,12 +266,16 @@ def test_a_failing_run_stops_no_other(fake, capsys):
     assert {(threads, card) for _, threads, card in calls} == {("1", "3")}
     assert "Not finished" not in (out / "table.md").read_text()
     assert run("--seeds=3") == (0, [])
+    code, calls = run("--seeds=2", "--first=2")  # seeds 2, 3, of which one is there
+    done = [args[0][7:-3] + args[2] for args, *_ in calls]
+    assert code == 0 and done == ["naive--seed=3", "shadow--seed=3"]
+    assert cells((out / "table.md").read_text())["naive"]["seeds"] == "4"
     code, calls = run("--seeds=3", "--lr=1e-5")
     assert code.startswith("error: lr was 0.0003 in the run") and not calls
     code, calls = run("--seeds=1", "--steps=13")  # longer: what cannot go on starts again
     assert code == 0 and len(calls) == 2 and main("--table", f"--out={out}") == 0
     text = (out / "table.md").read_text()
-    assert "counted nowhere: naive seed 1, naive seed 2, shadow seed 1" in text
+    assert "counted nowhere: naive seed 1, naive seed 2, naive seed 3, shadow seed 1" in text
 
 
 def when_ready(out, *numbers):
@@ -382,8 +405,8 @@ def test_what_cannot_be_printed_stops_nothing(fake, monkeypatch):
     text = io.TextIOWrapper(io.BytesIO(), encoding="ascii")
     with monkeypatch.context() as m:
         m.setattr(sys, "stdout", text)
-        assert run("--seeds=2")[0] == 0
-    assert "0.625 \\xb1 0.177" in text.buffer.getvalue().decode()  # a standard deviation
+        assert run("--seeds=2", "config/naive.py --task=\u00fc.jsonl")[0] == 0
+    assert "| naive task=\\xfc.jsonl | 2 |" in text.buffer.getvalue().decode()
     with monkeypatch.context() as m:
         m.setattr(sys, "stdout", None)  # closed before the start
         assert run("--seeds=2") == (0, [])
@@ -409,7 +432,7 @@ def test_cards(monkeypatch):
 def test_a_real_run(tmp_path, monkeypatch):
     out = tmp_path / "out"
     argv = ["config/naive.py --budget=30", f"--out={out}", "--seeds=1", "--steps=2", "--prompts=2",
-            "--group=2", "--prompt_tokens=64", "--eval_problems=2", "--device=cpu"]
+            "--group=2", "--prompt_tokens=64", "--eval_final=2", "--device=cpu"]
     assert main(*argv) == 0
     row = cells((out / "table.md").read_text())["naive budget=30"]
     assert float(row[GAP].split(",")[0]) > 0.01 and row["KV kept"].startswith("1/")
@@ -429,39 +452,72 @@ def test_table_by_hand(tmp_path):
         naive = made(20, seed, gap=0.5, peak=3.0, accept=False, start=0.25 + seed / 2)
         put(tmp_path / "naive" / str(seed), naive)
         smd = made(20, seed, eval_accept=0.75, eval_accept_p05=0.5)
+        smd[0] |= dict(eval_accept=0.25, eval_accept_p05=0.125)
+        for step in (5, 15):  # that of step 5 counts no more
+            smd = evaluated(smd, step, eval_compressed=step / 20, eval_dense=0.0,
+                            eval_accept=0.25, eval_accept_p05=step / 60)
         put(tmp_path / "smd,budget=8" / str(seed), smd)
         put(tmp_path / "dense" / str(seed), made(20, seed, kept=200, start=0.75))
     put(tmp_path / "naive" / "2", made(20)[:-1])  # did not end
     names = ["naive", "config/smd.py --budget=8", "dense"]
     assert main("--table", f"--out={tmp_path}", *names) == 0
-    t = cells((tmp_path / "table.md").read_text())
-    assert list(t) == ["before training", "naive", "smd budget=8", "dense"]
-    start, naive, smd = t["before training"], t["naive"], t["smd budget=8"]
-    compressed, dense = "held-out reward, compressed cache", "held-out reward, dense cache"
+    text = (tmp_path / "table.md").read_text()
+    compressed, dense = served(text)
+    assert list(compressed) == list(dense) == ["before training", "naive", "smd budget=8", "dense"]
     # seed 0: naive 0.25, smd 0.25, mean 0.25; seed 1: 0.75, 0.25, mean 0.5. dense evicts
-    # nothing and is left out
-    assert start[compressed] == "0.375 ± 0.177" and start[dense] == "0.750 ± 0.000"
+    # nothing and is left out. Half an interval: 12.706 x 0.177 / sqrt(2)
+    assert compressed["before training"]["mean"] == "0.375 [-1.213, 1.963]"
+    assert dense["before training"]["mean"] == "0.750"  # equal for all
+    naive, smd = compressed["naive"], compressed["smd budget=8"]
     assert naive["seeds"] == "2 of 3" and smd["seeds"] == "2"
-    assert naive[compressed] == "0.625 ± 0.177 (0.500)"  # 0.5, 0.75
-    assert naive[dense] == "1.000 ± 0.000 (1.000)"
-    assert naive["sampled reward, last 10 steps"] == "0.562 ± 0.088"  # 0.5, 0.625
+    assert naive["mean"] == "0.625 [-0.963, 2.213]"
+    assert (naive["each seed"], naive["worst"]) == ("0.500 0.750", "0.500")
+    assert (smd["each seed"], smd["worst"]) == ("0.625 0.750", "0.625")  # 0.75 and 0.5; and 0.75
+    assert dense["naive"]["mean"] == "1.000 [1.000, 1.000]" and dense["naive"]["worst"] == "1.000"
+    assert dense["smd budget=8"]["each seed"] == "0.500 0.500"  # 0 and 1
+    t = cells(text)
+    naive, smd = t["naive"], t["smd budget=8"]
+    assert list(t) == names_of(names) and naive["seeds"] == "2 of 3"
+    assert naive["sampled reward"] == "0.562"  # 0.5, 0.625
     assert naive[GAP] == "0.5, 1"
     assert smd[GAP] == "1e-6, 2e-6"
-    accept = "acceptance, mean and p05, last 10 steps"
+    accept = "acceptance, mean and p05"
     assert [row[accept] for row in (naive, smd)] == ["", "0.900, 0.383"]  # 1/3 and 1/3 + 0.1
-    assert smd["held-out acceptance, mean and p05"] == "0.750, 0.500"
+    assert smd["held-out acceptance, mean and p05"] == "0.500, 0.375"  # 0.25, 0.75; 0.25, 0.5
+    assert (naive["KL"], naive["entropy"], naive["response length"]) == ("0.5", "0.33", "2.5")
+    assert naive["largest lr"] == "0.0001"
     assert naive["KV kept"] == "1/10.0 (1/2.0)" and t["dense"]["KV kept"] == "1/5.0 (1/1.0)"
     assert naive["minutes"] == "1.0"  # 20 x (2 + 1) s
     assert naive["peak GB"] == "22.0" and smd["peak GB"] == ""  # 3 + 19
+
+
+def names_of(texts):
+    return [ablate.parse_arm(x)[0] if ".py" in x else x for x in texts]
+
+
+def test_of_many_seeds_the_worst_is_shown(tmp_path):
+    """Single seeds of seven, not of eight; a KL that is not computed is no number."""
+    for name, seeds in (("a", 7), ("b", 8)):
+        for seed in range(seeds):
+            log = [r | dict(kl=0.0) if name == "b" and "kl" in r else r for r in made(12, seed / 8)]
+            put(tmp_path / name / str(seed), log)
+    assert main("--table", f"--out={tmp_path}") == 0
+    text = (tmp_path / "table.md").read_text()
+    compressed, _ = served(text)
+    a, b = compressed["a"], compressed["b"]
+    assert len(a["each seed"].split()) == 7 and b["each seed"] == ""
+    assert a["worst"] == b["worst"] == "0.500" and a["mean"].startswith("0.594 [")
+    assert (cells(text)["a"]["KL"], cells(text)["b"]["KL"]) == ("0.5", "")
 
 
 def test_different_starts_are_different_rows(tmp_path):
     for name, kept in (("c", 50), ("a", 100), ("b", 100)):
         put(tmp_path / name / "0", made(12, kept=kept, start=kept / 200))
     assert main("--table", f"--out={tmp_path}") == 0
-    t = cells((tmp_path / "table.md").read_text())
-    rewards = {name: row["held-out reward, compressed cache"] for name, row in t.items()}
+    compressed, dense = served((tmp_path / "table.md").read_text())
+    rewards = {name: row["mean"] for name, row in compressed.items()}
     assert rewards["before training"] == "0.500" and rewards["before training (c)"] == "0.250"
+    assert list(dense) == ["before training", "a", "b", "c"]  # all keys: one and the same
 
 
 def test_nothing_ended_has_no_figure(tmp_path, capsys):
@@ -474,7 +530,7 @@ def test_nothing_ended_has_no_figure(tmp_path, capsys):
 def test_numbers_are_short():
     numbers = {3.49: "3.5", 0.026: "0.026", 0.0012: "0.0012", 5.4e-7: "5e-7", 0: "0"}
     assert all(ablate.small(x) == text for x, text in numbers.items())
-    assert ablate.across([]) == "" and ablate.across([0.5], True) == "0.500"
+    assert ablate.across([]) == "" and ablate.across([0.5]) == "0.500"
 
 
 def test_one_run_of_train_is_an_arm(tmp_path, capsys):
@@ -484,8 +540,8 @@ def test_one_run_of_train_is_an_arm(tmp_path, capsys):
         assert main("--table", f"--out={where}", f"--keep={where / 'kept'}") == 0
     assert cells((tmp_path / "half" / "table.md").read_text())["half"]["seeds"] == "0 of 1"
     one = tmp_path / "one run"
-    row = cells((one / "table.md").read_text())["one run"]
-    assert row["seeds"] == "1" and row["held-out reward, compressed cache"] == "0.750"
+    row = served((one / "table.md").read_text())[0]["one run"]
+    assert row == {"arm": "one run", "seeds": "1", "mean": "0.750"}
     assert sorted(os.listdir(one / "kept")) == ["one,run-5.jsonl", "settings.json"]
     assert main("--table", f"--out={one / 'kept'}") == 0
     assert (one / "kept" / "table.md").read_text() == (one / "table.md").read_text()
@@ -511,14 +567,34 @@ def test_nothing_replayed_has_no_gap(tmp_path):
     assert (t["dpo"][GAP], t["smd"][GAP]) == ("", "2e-6, 2e-6")
 
 
-def test_old_logs_give_the_table_that_they_gave():
-    """Kept logs without kind, and with fewer numbers; the tables beside them were written then."""
+def test_kept_logs_give_the_table_beside_them():
+    """Also those without kind or problems and with fewer numbers. Tables of one part were written
+    when the last evaluation counted alone: there only the means are looked at."""
     tables = glob.glob(os.path.join(ROOT, "results", "*", "table.md"))
     assert len(tables) > 3
     for path in tables:
-        arms = ablate.load(os.path.dirname(path))
+        where = os.path.dirname(path)
+        arms = ablate.load(where)
+        text = ablate.table(arms, ablate.compared(where), every=arms)
+        compressed, dense = served(text)
+        for name, a in arms.items():
+            check_means(where, name, a["logs"], compressed=compressed[name], dense=dense[name])
         with open(path, encoding="utf-8") as f:
-            assert ablate.table(arms) == f.read()
+            there = f.read()
+        assert there == text or there.startswith("| arm")
+
+
+def check_means(where, name, seeds, compressed, dense):
+    """Against the files themselves."""
+    pairs = []
+    for seed in seeds:
+        with open(os.path.join(where, f"{ablate.folder(name)}-{seed}.jsonl")) as f:
+            rows = [r for r in map(json.loads, f) if "eval_dense" in r]
+        pairs.append([(rows[-1][key] + rows[-2][key]) / 2 for key in ("eval_compressed",
+                                                                      "eval_dense")])
+        assert rows[-2]["step"] > 0
+    for row, values in zip((compressed, dense), zip(*pairs)):
+        assert row["mean"].split()[0] == f"{statistics.fmean(values):.3f}"
 
 
 def test_compact_keeps_what_a_reader_asks_for():
@@ -528,6 +604,7 @@ def test_compact_keeps_what_a_reader_asks_for():
     step["seconds"] = step.pop("rollout_s") + step.pop("learn_s")
     assert small[3] == step | dict(entropy=0.333333, accept_p05=0.333333)
     assert list(small[3])[0] == list(small[0])[0] == "kind"
+    assert small[0] == log[0] and small[0]["problems"] == 8
     assert small[20]["kv_kept"] == 100 and "kv_kept" not in small[19]
     assert ablate.compact(small) == small
 
@@ -602,6 +679,86 @@ def test_kept_logs_are_small_and_give_the_same_table(fake, tmp_path):
     assert set(json.loads((kept / "settings.json").read_text())) == {"naive", "shadow", "smd"}
 
 
+# comparisons
+
+def test_comparisons_are_parsed():
+    name = 'x,y lr=1e-4 template={"a":1,"b":2}'
+    assert ablate.parse_compare(f"{name}/smd budget=32/dense,a-b/c:d/compressed") == [
+        (name, "smd budget=32", "dense"), ("a-b", "c:d", "compressed")]
+    for text in ("a/b/dense,", "a/b/dense/", "a/b/dense,c", "a/b/dense a/b/dense"):
+        with pytest.raises(ValueError, match="write ARM/OTHER"):
+            ablate.parse_compare(text)
+
+
+def test_a_comparison_by_hand(tmp_path):
+    """Differences 0, 1, 2, 3, 4 eighths, of which the test of t knows p = 0.0474; the second is
+    without spread, the third has one seed in common."""
+    for seed in range(5):
+        put(tmp_path / "a" / str(seed), made(12, eval_compressed=(2 + seed) / 8))
+        put(tmp_path / "b" / str(seed), made(12, eval_compressed=0.25))
+    put(tmp_path / "c" / "4", made(12, eval_dense=0.5))
+    put(tmp_path / "c" / "9", made(12, eval_dense=0.5))
+    asked = "a/b/compressed,b/a/dense,a/c/dense"
+    assert main("--table", f"--out={tmp_path}", "a", f"--compare={asked}") == 0
+    text = (tmp_path / "table.md").read_text()
+    assert "**Comparisons**, named after 12 runs had begun: " in text
+    t = cells(text, "Comparisons")
+    first, second, third = t.values()
+    assert list(t) == ["a - b, compressed", "b - a, dense", "a - c, dense"]
+    assert first["seeds"] == "5" and first["mean"] == "+0.250 [+0.005, +0.495]"  # 1.9633 / 8
+    assert first["each seed"] == "0: +0.000 1: +0.125 2: +0.250 3: +0.375 4: +0.500"
+    assert (first["p"], first["p, Holm"]) == ("0.047", "0.14")
+    assert (second["mean"], second["p"]) == ("+0.000 [+0.000, +0.000]", "1")
+    assert (third["seeds"], third["mean"], third["each seed"]) == ("1", "", "4: +0.500")
+    assert third["p"] == third["p, Holm"] == ""
+    assert list(cells(text)) == ["a"]  # the arm that was asked for
+    assert main("--table", f"--out={tmp_path}", "--compare=a/b/compressed") == 0
+    text = (tmp_path / "table.md").read_text()
+    assert cells(text, "Comparisons")["a - b, compressed"]["p, Holm"] == "0.047"  # control: alone
+    code = main("--table", f"--out={tmp_path}", "--compare=a/d/compressed")
+    assert code == "error: compare: no arm 'd', only a, b, c"
+
+
+def test_comparisons_are_written_down_before_the_runs(fake, tmp_path, monkeypatch):
+    out, run = fake
+    (out / "mended").touch()
+    asked, kept = "naive/shadow/compressed,naive/shadow/dense", tmp_path / "kept"
+    launch, seen = ablate.launch, []
+
+    def look(*args):
+        seen.append(ablate.compared(str(out)))
+        return launch(*args)
+    monkeypatch.setattr(ablate, "launch", look)
+    assert run("--seeds=2", f"--compare={asked}", f"--keep={kept}")[0] == 0
+    assert seen == [dict(compare=asked, begun=0)] * 4 and list(ablate.recorded(str(out))) == [
+        "naive", "shadow"]
+    table = (out / "table.md").read_text()
+    assert "**Comparisons**, named before the first run: " in table
+    assert run("--seeds=2") == (0, [])
+    for folder in (out, kept):  # named once, they stay
+        assert main("--table", f"--out={folder}") == 0
+        assert (folder / "table.md").read_text() == table
+        code = main("--table", f"--out={folder}", "--compare=naive/shadow/dense")
+        assert code.startswith(f"error: compare was {asked!r} in {str(folder)!r}, now it is")
+    assert run("--seeds=3", "--compare=naive/shadow/dense")[0].startswith("error: compare was")
+    other = tmp_path / "other"
+    code = main("config/naive.py", "config/shadow.py", f"--out={other}", f"--keep={kept}",
+                "--compare=naive/shadow/dense")
+    assert code.startswith(f"error: compare was {asked!r} in {str(kept)!r}") and not other.exists()
+
+
+def test_comparisons_named_late_say_so(fake):
+    out, run = fake
+    (out / "mended").touch()
+    assert run("--seeds=1")[0] == 0 and ablate.compared(str(out)) is None
+    assert "Comparisons" not in (out / "table.md").read_text()
+    assert run("--seeds=2", "--compare=naive/shadow/dense")[0] == 0
+    table = (out / "table.md").read_text()
+    assert "**Comparisons**, named after 2 runs had begun: " in table
+    assert run("--seeds=2", "--compare=naive/shadow/dense") == (0, [])
+    assert (out / "table.md").read_text() == table
+
+
 # the figure
 
 def test_places():
@@ -630,6 +787,19 @@ def test_figure_is_written(tmp_path):
     assert not list(tmp_path.glob("*.tmp"))
 
 
+@pytest.mark.parametrize("seeds, says, lines, bands", [
+    (1, "", 1, 0), (7, "thin: single seeds", 7, 0), (8, "band: 95 % interval of the mean", 0, 1)])
+def test_seeds_in_the_figure(seeds, says, lines, bands):
+    figure = pytest.importorskip("matplotlib.figure")
+    ax = figure.Figure().subplots()
+    arms = dict(a=dict(logs={seed: made(12, seed / 8) for seed in range(seeds)}))
+    assert ablate.spread_of(ax, arms, "eval_compressed").strip(" ()") == says
+    assert (len(ax.lines), len(ax.collections)) == (lines, bands)
+    if bands:  # at the end 0.5 + i / 32, i from 0 to 7: mean 0.609, 2.3646 x 0.0765 / sqrt(8)
+        top = max(y for _, y in ax.collections[0].get_paths()[0].vertices)
+        assert top == pytest.approx(0.609375 + 2.364624 * 0.0765466 / 8 ** 0.5, abs=1e-5)
+
+
 def test_no_figure_without_matplotlib(tmp_path, monkeypatch, capsys):
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     put(tmp_path / "a" / "0", made(12))
@@ -653,7 +823,9 @@ def test_a_log_with_a_step_twice_has_not_ended():
     ("settings.json", '{"a": {"args": 1, "seeds": [0], "steps": 1}}'),
     ("settings.json", '{"a": {"args": "", "seeds": [0], "steps": "1"}}'),
     ("settings.json", '{"a": {"args": "", "seeds": [0], "steps": 1, "start": 3}}'),
-    ("settings.json", "[" * 100_000),
+    ("settings.json", "[" * 100_000), ("settings.json", '{"--compare": {"compare": "a/b/c"}}'),
+    ("settings.json", '{"--compare": 3}'), ("settings.json", '{"--compare": []}'),
+    ("settings.json", '{"--compare": {"compare": "a/b/dense"}}'),
     ("x-0.jsonl", "junk\n"), ("x-0.jsonl", "[]\n"), ("x-0.jsonl", '{"a": 1}\n')])
 def test_damaged_files_are_named(name, text, tmp_path):
     (tmp_path / name).write_text(text)
@@ -682,7 +854,7 @@ def test_contents_of_finished_runs_are_compared(tmp_path):
 
     def asked(**changes):
         _, configs = ablate.request(
-            ["config/naive.py"], ["--steps=4", f"--task={task}", f"--model={M}"], 1)
+            ["config/naive.py"], ["--steps=4", f"--task={task}", f"--model={M}"], range(1))
         return type(configs["naive"])(**vars(configs["naive"]) | changes)
 
     was = vars(asked())

@@ -174,7 +174,7 @@ def test_your_objective(example, tmp_path, monkeypatch, capsys):
 
     monkeypatch.setitem(train.CHOICES, "objective", list(train.OBJECTIVES))
     out = str(tmp_path / "out")
-    small = ["--steps=1", "--prompts=2", "--eval_problems=2", "--device=cpu"]
+    small = ["--steps=1", "--prompts=2", "--eval_final=2", "--device=cpu"]
     train.main(["--objective=reinforce", *small, f"--out_dir={out}"])
     with open(os.path.join(out, "log.jsonl")) as f:
         steps = [json.loads(line) for line in f if "grad_norm" in line]

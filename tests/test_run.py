@@ -56,7 +56,7 @@ def test_resume_is_bitwise(finished, tmp_path):
 def test_objectives_resume_bitwise(name, tmp_path, monkeypatch):
     """As above. The controls resume without PPO's value head, or with DPO's trained weights as the
     reference."""
-    ask = [os.path.join(ROOT, "config", f"{name}.py"), "--eval_every=99", "--eval_problems=1"]
+    ask = [os.path.join(ROOT, "config", f"{name}.py"), "--eval_every=99", "--eval_final=1"]
     whole, halves, wrong = (str(tmp_path / x) for x in ("whole", "halves", "wrong"))
     train_here(*ask, f"--out_dir={whole}")
     train_here(*ask, "--steps=2", f"--out_dir={halves}")
@@ -247,7 +247,8 @@ def cut(monkeypatch, call, number):
     return calls
 
 
-RARELY = ["--group=2", "--eval_problems=2", "--eval_batch=1", "--save_every=100"]
+RARELY = ["--group=2", "--eval_problems=2", "--eval_final=2", "--eval_batch=1",
+          "--save_every=100"]
 
 
 @pytest.fixture(scope="module")
@@ -372,7 +373,7 @@ def without_streams(*args):
 def test_what_cannot_be_printed(tmp_path):
     """A reader that leaves, an encoding without the letter, closed streams: the run ends well, its
     files are there. The control is a plain print."""
-    ask = [*FAST, "--steps=1", "--eval_every=1", "--eval_problems=1"]
+    ask = [*FAST, "--steps=1", "--eval_every=1", "--eval_final=1"]
     reader, closed, said = tmp_path / "\u00fc", tmp_path / "closed", tmp_path / "said"
     command = [sys.executable, os.path.join(ROOT, "train.py"), *ask, f"--out_dir={reader}"]
     way = 'PYTHONIOENCODING=ascii "$@" 2>&1 | head -1; exit ${PIPESTATUS[0]}'
@@ -413,7 +414,7 @@ def on_a_full_disk(*args):
 def test_full_disk(tmp_path):
     """A write that fails half-way says so in one line and leaves the checkpoint before it whole."""
     out, said = str(tmp_path / "out"), tmp_path / "said"
-    often = ["--save_every=1", "--eval_every=99", "--eval_problems=1", f"--out_dir={out}"]
+    often = ["--save_every=1", "--eval_every=99", "--eval_final=1", f"--out_dir={out}"]
     train_here("--steps=1", *often)
     assert Forked(said, on_a_full_disk, *often, "--resume=True").wait() == 1
     before, *errors = said.read_text().split("error: ")
@@ -545,7 +546,7 @@ def test_a_log_that_was_lost(finished, tmp_path, capsys):
 def test_the_best_model_is_kept(tmp_path, capsys):
     """A run that collapses leaves the model of its best evaluation too."""
     out = tmp_path / "out"
-    train_here("--lr=1", "--warmup=0", "--eval_problems=8", f"--out_dir={out}")
+    train_here("--lr=1", "--warmup=0", "--eval_final=8", f"--out_dir={out}")
     evals = read_log(out)[0]
     assert evals[0]["eval_compressed"] > 0 == evals[-1]["eval_compressed"]
     best, last, began = (load_file(os.path.join(folder, "model.safetensors")) for folder in

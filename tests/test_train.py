@@ -124,6 +124,7 @@ def test_problem_files(tmp_path):
     ("top_p is not offered", ["--top_p=0.9"]),
     ("top_k is not offered", ["--top_k=50"]),
     ("eval_problems must be between 1 and 1000000", ["--eval_problems=99999999999"]),
+    ("eval_final must be between 1 and 1000000", ["--eval_final=0"]),
     ("prompts must be between 1 and 1000000", ["--prompts=99999999"]),
     ("template must hold a JSON object", ["--template=[1]"]),
     ("template is not valid JSON", ["--template={enable_thinking: false}"]),
@@ -673,7 +674,8 @@ def test_memory(tmp_path, monkeypatch):
     for ask, say in (
             (["--prompts=11"], "prompts 11 is too much: 44 samples .* prompts 10 might fit"),
             (["--prompts=1", "--group=41"], "group 41 is too much: 41 .* group 40 might fit"),
-            (["--eval_problems=50", "--eval_batch=41"], "eval_batch 41 .* eval_batch 40 might")):
+            (["--eval_problems=50", "--eval_batch=41"], "eval_batch 41 .* eval_batch 40 might"),
+            (["--eval_final=50", "--eval_batch=41"], "eval_batch 41 .* eval_batch 40 might")):
         with pytest.raises(ValueError, match=say):
             train.check_memory(train.settings([*FAST, *ask]), net)
     for ask in (["--prompts=10"], ["--prompts=1", "--group=40"], ["--eval_batch=40"],
@@ -688,12 +690,51 @@ def test_the_dense_arm_is_evaluated_under_both_caches(tmp_path):
     rows = {}
     for evict in ("none", "snapkv"):
         out = str(tmp_path / evict)
-        train_here(f"--evict={evict}", "--eval_problems=16", "--steps=1", f"--out_dir={out}")
+        train_here(f"--evict={evict}", "--eval_final=16", "--steps=1", f"--out_dir={out}")
         rows[evict] = read_log(out)[0][0]
         kept = read_log(out)[1][0]
         assert (kept["kv_kept"] == kept["kv_dense_shared"]) == (evict == "none")
     assert rows["none"] == rows["snapkv"] and rows["none"]["eval_accept"] < 0.99
     assert rows["none"]["eval_compressed"] != rows["none"]["eval_dense"]
+
+
+def test_the_first_and_the_last_two_evaluations_are_the_precise_ones(tmp_path):
+    """A file holds fewer problems than are asked for; a longer run evaluates on."""
+    def problems(*args):
+        train_here("--steps=5", "--eval_every=1", "--eval_final=6", f"--out_dir={out}", *args)
+        return {r["step"]: r["problems"] for r in read_log(out)[0]}
+
+    out = tmp_path / "out"
+    assert problems("--eval_every=2") == {0: 6, 2: 4, 4: 6, 5: 6}
+    assert problems("--overwrite=True", "--steps=2") == {0: 6, 1: 6, 2: 6}
+    assert problems("--resume=True") == {0: 6, 1: 6, 2: 6, 3: 4, 4: 6, 5: 6}  # what was, stays
+    assert problems("--overwrite=True", "--steps=2", "--eval_every=9") == {0: 6, 2: 6}
+    with open(out / "samples.txt") as f:
+        after = f.read().split("--- eval 2, dense cache\n")[1].split("---")[0]
+    assert after.count(">>>") == 6
+    with open(tmp_path / "p.jsonl", "w") as f:
+        for i in range(50):
+            f.write(json.dumps(dict(prompt=f"The code is {i}. What is it?", answer=i)) + "\n")
+    file = ["--overwrite=True", f"--task={tmp_path / 'p.jsonl'}"]
+    assert problems(*file, "--eval_every=2") == {0: 5, 2: 4, 4: 5, 5: 5}
+
+
+def test_every_seed_is_measured_on_the_same_problems(tmp_path):
+    """And under the same eviction, where it is random; but trained on others."""
+    rows = []
+    for seed in (0, 1):
+        out = tmp_path / str(seed)
+        train_here(f"--seed={seed}", "--evict=random", "--steps=1", "--eval_final=16",
+                   f"--out_dir={out}")
+        rows.append(read_log(out))
+    (first, _), (same, _) = rows[0][0], rows[1][0]
+    assert first == same and 0 < first["eval_dense"]
+    assert rows[0][1][0]["gap"] != rows[1][1][0]["gap"]
+    tok = Tokenizer(os.path.join(ROOT, "data", "tiny"))
+    texts = {(split, seed): [p.text for p in Problems(
+        "kv", tok, seed=seed, tokens=96, n_eval=4).get(split, range(4))[0]]
+        for split in ("eval", "train") for seed in (0, 1)}
+    assert texts["eval", 0] == texts["eval", 1] and texts["train", 0] != texts["train", 1]
 
 
 def test_evaluate():
@@ -705,7 +746,7 @@ def test_evaluate():
     c = train.settings(FAST)
     e = train.eviction_of(c)
     assert e == Eviction("snapkv", budget=24, window=16, sinks=2, pool=7)
-    got = train.evaluate(net, tok, problems, c, eviction=e)
+    got = train.evaluate(net, tok, problems, c, eviction=e, n=6)
 
     batch, ids = problems.get("eval", range(6))
     r = generate(net, ids, 1, 5, temperature=0.0, eviction=e, stop_ids=tok.stop_ids)
@@ -717,13 +758,13 @@ def test_evaluate():
     assert got["accept_p05"] == pytest.approx(accept.quantile(0.05).item(), rel=1e-4)
 
     c.eval_batch = 4
-    again = train.evaluate(net, tok, problems, c, eviction=e)
+    again = train.evaluate(net, tok, problems, c, eviction=e, n=6)
     assert again.pop("samples") == got.pop("samples")
     assert again == pytest.approx(got, rel=1e-4)
-    dense = train.evaluate(net, tok, problems, c, eviction=Eviction("none"))
+    dense = train.evaluate(net, tok, problems, c, eviction=Eviction("none"), n=6)
     assert dense.keys() == {"reward", "samples"} and dense["reward"] > 0
     few = Eviction("recent", budget=4, window=2, sinks=1)
-    narrow = train.evaluate(net, tok, problems, c, eviction=few)
+    narrow = train.evaluate(net, tok, problems, c, eviction=few, n=6)
     assert narrow["accept"] < got["accept"]  # control
 
 
@@ -840,6 +881,8 @@ def test_what_a_run_reads_may_move(tmp_path, monkeypatch):
     ask = [f"--model={second}", f"--task={tmp_path}/b.jsonl", "--resume=True", f"--out_dir={out}"]
     with pytest.raises(SystemExit, match="resume: eval_problems was 4 .* now it is 3"):
         train_here(*ask, "--eval_problems=3")
+    with pytest.raises(SystemExit, match="resume: eval_final was 4 .* now it is 3"):
+        train_here(*ask, "--eval_final=3")
     train_here(*ask, "--steps=2", "--eval_batch=3")
     assert read_checkpoint(out)["step"] == 2
     (tmp_path / "b.jsonl").write_text(lines + " ")

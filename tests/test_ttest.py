@@ -1,0 +1,63 @@
+"""experiments/ttest.py against printed tables and examples worked by hand."""
+import math
+import random
+from statistics import fmean
+
+import pytest
+
+from experiments.ttest import holm, interval, p_value, quantile, within
+
+
+@pytest.mark.parametrize("df, t", [
+    (1, 12.706205), (2, 4.302653), (3, 3.182446), (4, 2.776445), (5, 2.570582), (6, 2.446912),
+    (20, 2.085963), (120, 1.979930)])
+def test_quantiles_are_those_of_the_printed_table(df, t):
+    assert quantile(df) == pytest.approx(t, abs=5e-7)
+    assert within(t, df) == pytest.approx(0.95, abs=1e-7)
+    assert abs(quantile(df + 1) - t) > 1e-3 or df == 120  # control
+
+
+def test_other_levels():
+    for level, df, t in ((0.99, 4, 4.604095), (0.9, 7, 1.894579), (0.5, 1, 1.0)):
+        assert quantile(df, level) == pytest.approx(t, abs=5e-7)
+    assert within(0, 5) == 0 and within(math.inf, 4) == within(math.inf, 5) == 1
+    # two degrees of freedom: t / sqrt(2 + t^2)
+    assert within(3, 2) == pytest.approx(3 / math.sqrt(11))
+
+
+def test_a_paired_test_worked_by_hand():
+    # mean 2, sum of squares 10, so stdev sqrt(10 / 4) and t = 2 / sqrt(2.5 / 5) = 2 sqrt(2)
+    d = [0.0, 1.0, 2.0, 3.0, 4.0]
+    assert interval(d) == (2.0, pytest.approx(2.776445 * math.sqrt(0.5), abs=1e-6))
+    # even degrees of freedom, 4: 1 - sin (1 + cos^2 / 2) with sin^2 = 8 / 12, cos^2 = 4 / 12
+    p = 1 - math.sqrt(2 / 3) * (1 + 1 / 6)
+    assert p_value(d) == pytest.approx(p) == pytest.approx(0.0474206, abs=1e-6)
+    assert p_value([-x for x in d]) == p_value(d)
+    assert p_value([x + 1 for x in d]) < p_value(d) / 2  # control
+
+
+def test_differences_without_spread():
+    assert p_value([0.25] * 3) == 0 and p_value([0.0] * 3) == 1
+    assert p_value([0.25]) == p_value([]) == 1  # nothing is known
+    assert interval([0.25] * 3) == (0.25, 0)
+
+
+def test_holm_worked_by_hand():
+    # 3 x 0.01; then 2 x 0.03; 0.04 itself would be less than the one before it
+    assert holm([0.01, 0.04, 0.03]) == [pytest.approx(0.03), pytest.approx(0.06),
+                                        pytest.approx(0.06)]
+    assert holm([0.5, 0.6]) == [1, 1] and holm([0.2]) == [0.2] and holm([]) == []
+
+
+def test_intervals_hold_the_mean_as_often_as_they_say():
+    """Of 2,000 samples of five numbers; with the normal quantile it would be 88 %."""
+    rng = random.Random(0)
+    held = narrow = 0
+    for _ in range(2000):
+        mean, half = interval([rng.gauss(0.3, 0.1) for _ in range(5)])
+        held += abs(mean - 0.3) <= half
+        narrow += abs(mean - 0.3) <= half * 1.959964 / 2.776445
+    assert held / 2000 == pytest.approx(0.95, abs=0.015)
+    assert narrow / 2000 == pytest.approx(0.88, abs=0.02)  # control
+    p = [p_value([rng.gauss(0, 1) for _ in range(4)]) for _ in range(2000)]
+    assert fmean(x < 0.05 for x in p) == pytest.approx(0.05, abs=0.015)
