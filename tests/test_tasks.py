@@ -14,6 +14,7 @@ from data.tasks import (
     Problems,
     exact,
     file_problem,
+    only_number,
     problem,
     prompt_encoder,
     read_problems,
@@ -40,7 +41,7 @@ def score(task, gold, text):
     "4817", " 4817", "4817.\n", "**4817**", "The code for apple is 4,817.", "The code\nis\n\n4817",
     "4817<|end|>", "4817<|im_end|>\n", "4817.0", "4817 (4817)", "X7 is 4817", "$4817"])
 def test_a_right_answer_earns_one(text):
-    assert score("kv", "4817", text) == 1.0
+    assert score("needle", "4817", text) == 1.0
 
 
 @pytest.mark.parametrize("text", [
@@ -48,7 +49,61 @@ def test_a_right_answer_earns_one(text):
     "14817", "-4817", "4 817", "481", "4817.5", "X4817", "a4817", "4817 and also 1000 1001 1002",
     "٤٨١٧", "4817e1 9", "four eight one seven"])
 def test_a_hack_earns_nothing(text):
-    assert score("kv", "4817", text) == 0.0
+    assert score("needle", "4817", text) == 0.0
+
+
+@pytest.mark.parametrize("text, want", [
+    ("coin 4768 lamp 1203", 1), (" coin 4768 lamp 1203\n", 1), ("coin 4768 lamp 1204", 0.5),
+    ("coin 1203 lamp 4768", 0), ("coin 0000 lamp 1203", 0.5), ("coin 4768 lamp 0000", 0.5),
+    # any other form
+    ("lamp 1203 coin 4768", 0), ("4768 1203", 0), ("coin 4768", 0), ("coin 4768 lamp", 0),
+    ("coin 4768 lamp 120", 0), ("coin 4768 lamp 12030", 0), ("coin 4768, lamp 1203", 0),
+    ("coin 4768  lamp 1203", 0), ("coin 4768\nlamp 1203", 0), ("Coin 4768 lamp 1203", 0),
+    ("coin 4768 lamp 1203 coin 4768", 0), ("coin 4768 lamp 1203.", 0), ("coin ٤٧٦٨ lamp 1203", 0),
+    ("coin 4768 lamp 1203 or 1204", 0), ("", 0)])
+def test_codes_are_graded_in_their_form_alone(text, want):
+    assert score("kv4", "coin 4768 lamp 1203", text) == want
+
+
+def graded_first_tokens(tok, rule, gold):
+    """Tokens with a digit with which a response can begin that earns something: whatever follows
+    is tried that any right answer has."""
+    found = set()
+    for i in range(len(tok)):
+        text = tok.decode([i])
+        if re.search(r"\d", text):
+            rest = [gold[at:] for at in range(len(gold) + 1)]
+            found |= {text for end in rest if rule(text.strip() + end, gold)}
+    return found
+
+
+def test_nothing_graded_can_be_the_first_token(checkpoint):
+    """No key was evicted when the first token was predicted. The old form, the number alone, is the
+    control: its first token may be three of the four digits."""
+    _, tok = checkpoint
+    for task, (_, rule) in TASKS.items():
+        if task.startswith("kv"):
+            gold = made(task, "eval", 0, 0, tokens=700).answer
+            assert graded_first_tokens(tok, rule, gold) == set()
+            assert rule(gold, gold) == 1.0
+    assert "481" in graded_first_tokens(tok, only_number, "4817")
+
+
+@pytest.mark.parametrize("task, asked", [("kv", 1), ("kv4", 4), ("kv16", 16)])
+def test_at_most_a_quarter_is_asked_for(checkpoint, task, asked):
+    _, tok = checkpoint
+    encode = prompt_encoder(tok)
+    with pytest.raises(ValueError, match=f"task {task} needs at least"):
+        problem(task, "train", 0, 0, tokens=9 * 4 * asked, encode=encode)
+    p = problem(task, "train", 0, 0, tokens=9 * 4 * asked + 50, encode=encode)
+    facts, question = p.text.split("\n")
+    found = dict(re.findall(r"The code for (.+?) is (\d{4})\.", facts))
+    keys = question.removeprefix("Repeat each word with its code: ").rstrip(".").split(", ")
+    assert len(keys) == asked and len(found) >= 4 * asked
+    assert p.answer == " ".join(f"{key} {found[key]}" for key in keys)
+    assert len(tok.encode(" " + p.answer)) == 4 * asked  # answers of 4, 16, 64 tokens
+    # the default windows cover the question
+    assert len(tok.encode(f"\n{question}\nAnswer:")) <= {1: 16, 4: 20, 16: 44}[asked]
 
 
 @pytest.mark.parametrize("text, want", [
@@ -254,9 +309,8 @@ def test_a_problem_is_a_function_of_its_name(task):
 
 def test_this_text_on_every_machine():
     p = made("kv", "train", 0, 0, tokens=40)
-    assert p.text == ("The code for barrel is 6861. The code for shoe is 8496. The code for orange "
-                      "is 5510.\nWhat is the code for barrel? Answer with the number only.")
-    assert p.answer == "6861"
+    assert p.text == "X"
+    assert p.answer == "X"
 
 
 @pytest.mark.parametrize("task", TASKS)
