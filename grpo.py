@@ -14,13 +14,15 @@ dense policy and of the policy that sampled, and the KL between them.
 GRPO: the G responses to one prompt are each other's baseline.
 
     A_g = (reward_g - mean) / (std + 1e-4)                    "constant" leaves out the division
-    r_t = exp(logp_t - logp_old_t)                             ratio to the policy before its update
+    r_t = exp(logp_t - logp_old_t)                             to the learner before its update
     L   = sum_t scale_t w_t * -min(r_t A, clip(r_t, 1 - clip, 1 + clip_high) A)
 
 `scale` is the reduction by name. `w` corrects for a sampler that was not the learner: with a dense
 learner and an evicting sampler it is all there is; with replay both are one policy and w is 1. On
 the first update after a rollout r is exactly 1, so the loss is 0 by construction ("sequence"; the
-others leave the spread of lengths), its gradient is not. train.update adds the distillation term.
+others leave the spread of lengths), its gradient is not. With ratio_to = "sampler" logp_old is the
+sampler's log-prob: what trainers call bypass, and their answer to a sampler that was not the
+learner. ref_kl adds a KL to the initial model, train.update the distillation term.
 
 Left out on purpose: reward models, entropy bonus, a dual clip, sequence-level ratios (GSPO).
 Departures: tokens that a correction rejects weigh 0 but stay in the loss's denominator, which
@@ -223,7 +225,7 @@ def replay(model, rollout, policies=("dense", "shadow"), distill_to=None, stats=
     "value": value(hidden (n, C) fp32) -> (n, 1) of the rows that predict the tokens under the last
         policy.
     checkpointing: see Transformer.forward. Raises ValueError for unknown policies, a student
-    without a teacher, and a log that does not fit the model."""
+    without a teacher or the reverse, and a log that does not fit the model."""
     policies = tuple(policies)
     asked = distill_to is not None or teacher is not None
     alone = len(policies) < 2 and teacher is None

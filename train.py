@@ -12,8 +12,8 @@ sampled (learner = "shadow"), and a KL term lets the dense policy learn from it 
 
     loss = objective(shadow) + distill * KL(dense || stop-gradient(shadow))
 
-each response's KL weighted by its reward (distill_on): what is wrong teaches nothing. A model as it
-was before training can take the teacher's place (teacher = "initial").
+each response's KL times its reward (distill_on): what is wrong teaches nothing. The model as it was
+before training can be the teacher instead (teacher = "initial").
 
 Read `main` for the loop and `update` for the loss. The usual repair, weights for a sampler that was
 not the learner (correction), is here too, to be compared with. Left out on purpose: several GPUs.
@@ -79,11 +79,11 @@ period = 128             # steps between evictions of response keys; 8 .. 512
 objective = "grpo"       # grpo, ppo (a learned value as baseline), dpo (best against worst)
 learner = "shadow"       # the policy that it updates: shadow (replays the mask), dense (ignores it)
 correction = "none"      # weights for a sampler that was not the learner: tis, mis, sparse_rl
-ratio_to = "learner"     # what the clipped ratio is to: the learner before its update, or sampler
-ref_kl = 0.0             # weight of the learner's KL to the initial model, sampled tokens; 0 .. 1
-distill = 0.1            # weight of a policy's KL to its teacher, over the vocabulary; 0 .. 1
-distill_to = "dense"     # the policy that learns from a teacher: dense or shadow
-distill_on = "reward"    # responses whose KL counts: all, or each by its reward in [0, 1]: reward
+ratio_to = "learner"     # of the clipped ratio: the learner before its update, or the sampler
+ref_kl = 0.0             # weight of the learner's KL to the initial model, k3; 0 .. 1
+distill = 0.1            # weight of one policy's KL to its teacher, over the vocabulary; 0 .. 1
+distill_to = "dense"     # the policy that has a teacher: dense or shadow
+distill_on = "reward"    # all, or reward: each response weighs its reward, within 0 .. 1
 teacher = "other"        # the other policy, or initial: the same policy before training
 norm = "sequence"        # loss reduction: sequence (GRPO), token (DAPO), constant (Dr. GRPO)
 clip = 0.2               # lower clip of the ratio; in ppo also the clip of the values
@@ -228,7 +228,7 @@ def update(net, opt, objective, rollout, rewards, c, lr, teacher=None):
                          stats=not done, checkpointing=c.checkpointing, value=objective.value,
                          teacher=teacher)
 
-            # on a rollout's first update the ratio is exactly 1: GRPO's loss is 0, not its gradient
+            # the ratio to the learner is 1 on the first update: GRPO's loss is 0, not its gradient
             loss, numbers = objective.loss(
                 out, part=part, batch=x, old=old.get(i), whole=rollout)
             if c.distill:

@@ -491,7 +491,7 @@ def test_nothing_pulls_at_the_start(term, changes):
     (("--teacher=initial", "--distill=0"), False), ((), False)])
 def test_the_initial_model_after_a_resume(changes, needed, tmp_path, monkeypatch):
     """It is read again, so its weights are part of the run; 2 steps and 2 more are 4."""
-    ask = [*changes, "--eval_every=99", "--eval_problems=1"]
+    ask = [*changes, "--distill_on=all", "--eval_every=99", "--eval_problems=1"]
     whole, halves, wrong = (tmp_path / x for x in ("whole", "halves", "wrong"))
     if needed:
         train_here(*ask, f"--out_dir={whole}")
