@@ -1,7 +1,7 @@
 """
 What a response says: the rules by which rewards compare it with a gold answer.
 
-The idea. A rule maps (text, gold answer) to True or False. Numbers are compared by value, so what
+The idea. A rule maps (text, gold answer) to True or False, or to the fraction that is right. Numbers are compared by value, so what
 LaTeX and typography do to them is undone first (`plain`); anything else is compared word for word,
 letters and units too. A policy finds whatever is paid by mistake. So a number that cannot be read
 as a whole (2^n, 12:30, 2½) counts as one of unknown value: it is never right, and never lets a part
@@ -141,12 +141,12 @@ def last_number(text, gold):
 
 def in_form(text, gold):
     """The fraction of gold's codes, numbers of four digits, that stand in their places; 0 if
-    anything else differs from gold."""
+    anything else differs from gold, or gold holds none."""
     codes = r"\d{4}"
-    found = re.fullmatch(re.sub(codes, r"(\\d{4})", re.escape(gold)), text, re.ASCII)
-    if not found:
-        return 0.0
     want = re.findall(codes, gold)
+    found = re.fullmatch(re.sub(codes, r"(\\d{4})", re.escape(gold)), text, re.ASCII)
+    if not want or not found:
+        return 0.0
     return sum(a == b for a, b in zip(found.groups(), want)) / len(want)
 
 

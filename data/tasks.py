@@ -19,8 +19,12 @@ An answer is judged literally: one number by its value, anything else word for w
 answer is B" earns nothing for B, "12" nothing for "12 km", "0.5" nothing for "1/2": letters
 and units need a rule of your own. A thought (<think> ... </think>) is never the answer.
 
-Left out on purpose: RULER's essays (a download), its multi-answer variants (no partial
-credit in the reward), word counting.
+kv, kv4 and kv16 ask for 1, 4 or 16 codes at once, answers of 4, 16 and 64 tokens, and earn the
+fraction of codes that are right. Their form is fixed, "coin 4768 lamp 1203", because a policy
+finds every loophole: where the number alone was right, the first token, which is predicted before
+any key is evicted, soon said three of its four digits.
+
+Left out on purpose: RULER's essays (a download), its multi-value variants, word counting.
 """
 import functools
 import hashlib
@@ -140,8 +144,7 @@ def needle(rng):
 
 
 def kv(rng, asked=1):
-    # nothing that is graded can be the first token of a response, which no key was evicted for:
-    # it is the first word that was asked for
+    # the first token of a response, for which no key was evicted, is a word of the question
     pairs = coded_keys(rng)
     wanted = list(itertools.islice(pairs, asked))
     lines = (f"The code for {key} is {code}." for key, code in itertools.chain(wanted, pairs))

@@ -309,8 +309,10 @@ def test_a_problem_is_a_function_of_its_name(task):
 
 def test_this_text_on_every_machine():
     p = made("kv", "train", 0, 0, tokens=40)
-    assert p.text == "X"
-    assert p.answer == "X"
+    assert p.text == ("The code for shoe is 1979. The code for engine is 5510. The code for orange "
+                      "is 8496. The code for barrel is 6861.\nRepeat each word with its code: "
+                      "barrel.")
+    assert p.answer == "barrel 6861"
 
 
 @pytest.mark.parametrize("task", TASKS)
@@ -336,7 +338,10 @@ def solve(task, text):
     body, question = text.rsplit("\n", 1)
     sentences = [s.rstrip(".").split() for s in body.split(". ")]
     q = question.split("?")[0].split()
-    if task in ("needle", "kv"):
+    if task.startswith("kv"):
+        codes = dict(re.findall(r"The code for ([^.]+) is (\d+)", body))
+        return " ".join(f"{key} {codes[key]}" for key in question[:-1].split(": ")[1].split(", "))
+    if task == "needle":
         key = q[q.index("for") + 1:]
         found = [s[-1] for s in sentences
                  if s[-1].isdigit() and s[s.index("for") + 1:s.index("is")] == key]
@@ -358,10 +363,11 @@ def solve(task, text):
 @pytest.mark.parametrize("task", TASKS)
 def test_gold_answers_follow_from_the_text(task):
     for i in range(60):
-        p = made(task, "eval", 5, i, tokens=150)
+        p = made(task, "eval", 5, i, tokens=700)
         assert solve(task, p.text) == p.answer
         assert reward(p, p.answer) == 1.0
-        assert p.text.endswith("Answer with the number only.") and p.text.count("\n") == 1
+        assert p.text.count("\n") == 1
+        assert p.text.endswith("Answer with the number only.") == (not task.startswith("kv"))
         assert reward(p, str(int(p.answer) + 1)) == 0.0
 
 
