@@ -49,18 +49,21 @@ NASTY = [None, True, False, 0, 1, -1, 2, 7, 2**31, 2**63, 10**30, 10**400, 0.5, 
          math.nan, math.inf, -math.inf, "", "x", "0", "NaN", "false", "a b", "é\n", "\0", "\ud800",
          "../x", "/etc/passwd", "~", "{", "x" * 5000, [], {}, [[]], [None], {"": 0}, DEEP, LONG]
 TEXT = "The code for pen is 4817.\n\n\tWhat is it? 🙂 e\u0301"
+with open(os.path.join(ROOT, "data", "tiny", "config.json")) as config:
+    TINY = json.load(config)  # of its tokenizer
 MODEL = dict(
     model_type="llama", hidden_size=16, intermediate_size=24, num_hidden_layers=2,
-    num_attention_heads=4, num_key_value_heads=2, head_dim=4, vocab_size=2621,
-    max_position_embeddings=512, rms_norm_eps=1e-6, tie_word_embeddings=True, attention_bias=True,
-    rope_theta=1e4, hidden_act="silu", layer_types=["full_attention"] * 2, eos_token_id=2620,
+    num_attention_heads=4, num_key_value_heads=2, head_dim=4,
+    vocab_size=TINY["vocab_size"], eos_token_id=TINY["eos_token_id"], max_position_embeddings=512,
+    rms_norm_eps=1e-6, tie_word_embeddings=True, attention_bias=True, rope_theta=1e4,
+    hidden_act="silu", layer_types=["full_attention"] * 2,
     rope_scaling=dict(rope_type="llama3", factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0,
                       original_max_position_embeddings=64))
 SHARDS = [f"model-{i}.safetensors" for i in range(3)]
 TEMPLATE = "{% for m in messages %}{{ m['role'] }}: {{ m['content'] }}\n{% endfor %}"
-RUN = ["--steps=2", "--prompts=2", "--group=2", "--prompt_tokens=128", "--eval_problems=2",
-       "--eval_final=2", "--max_new_tokens=2", "--device=cpu", "--dtype=float32", "--eval_every=2",
-       "--save_every=2"]
+RUN = ["--task=kv", "--prompt_tokens=128", "--max_new_tokens=2", "--budget=24", "--window=16",
+       "--prompts=2", "--group=2", "--steps=2", "--eval_problems=2", "--eval_final=2",
+       "--eval_every=2", "--save_every=2", "--device=cpu", "--dtype=float32"]
 
 
 # ---- valid inputs ----

@@ -12,6 +12,7 @@ import torch
 import grpo
 import kvcache
 import train
+from conftest import share_of_digits
 from data import tasks
 from data.tokenizer import Tokenizer
 from model import Transformer
@@ -173,8 +174,9 @@ def test_your_objective(example, tmp_path, monkeypatch, capsys):
     assert torch.allclose(logp.grad, torch.tensor([[[-0.125, -0.125], [0.125, 0.125]]]))
 
     monkeypatch.setitem(train.CHOICES, "objective", list(train.OBJECTIVES))
+    monkeypatch.setattr(train, "reward", share_of_digits)
     out = str(tmp_path / "out")
-    small = ["--steps=1", "--prompts=2", "--eval_final=2", "--device=cpu"]
+    small = ["--steps=1", "--prompts=2", "--eval_final=2", "--distill=0", "--device=cpu"]
     train.main(["--objective=reinforce", *small, f"--out_dir={out}"])
     with open(os.path.join(out, "log.jsonl")) as f:
         steps = [json.loads(line) for line in f if "grad_norm" in line]

@@ -31,6 +31,21 @@ def made(task, split, seed, index, tokens):
     return problem(task, split, seed, index, tokens=tokens, encode=words)
 
 
+def least(task):
+    """Tokens, as `made` counts them, that are enough for a prompt of a task."""
+    return {"kv4": 140, "kv16": 500}.get(task, 60)
+
+
+@pytest.fixture(scope="module")
+def tok(tmp_path_factory):
+    """The embedded checkpoint's tokenizer, made anew."""
+    from data.pretrain import write_json
+    from data.tokenizer import Tokenizer
+    folder = str(tmp_path_factory.mktemp("tokenizer"))
+    write_json(folder)
+    return Tokenizer(folder)
+
+
 def score(task, gold, text):
     return reward(Problem(task, "", gold), text)
 
@@ -66,21 +81,20 @@ def test_codes_are_graded_in_their_form_alone(text, want):
 
 
 def graded_first_tokens(tok, rule, gold):
-    """Tokens with a digit with which a response can begin that earns something: whatever follows
-    is tried that any right answer has."""
+    """Tokens with a digit with which a response can begin that earns something, where the gold
+    answer follows without as many of its first characters as you like."""
     found = set()
     for i in range(len(tok)):
         text = tok.decode([i])
         if re.search(r"\d", text):
-            rest = [gold[at:] for at in range(len(gold) + 1)]
+            rest = [gold[at:] for at in range(20)]  # the first code ends before
             found |= {text for end in rest if rule(text.strip() + end, gold)}
     return found
 
 
-def test_nothing_graded_can_be_the_first_token(checkpoint):
+def test_nothing_graded_can_be_the_first_token(tok):
     """No key was evicted when the first token was predicted. The old form, the number alone, is the
     control: its first token may be three of the four digits."""
-    _, tok = checkpoint
     for task, (_, rule) in TASKS.items():
         if task.startswith("kv"):
             gold = made(task, "eval", 0, 0, tokens=700).answer
@@ -90,8 +104,7 @@ def test_nothing_graded_can_be_the_first_token(checkpoint):
 
 
 @pytest.mark.parametrize("task, asked", [("kv", 1), ("kv4", 4), ("kv16", 16)])
-def test_at_most_a_quarter_is_asked_for(checkpoint, task, asked):
-    _, tok = checkpoint
+def test_at_most_a_quarter_is_asked_for(tok, task, asked):
     encode = prompt_encoder(tok)
     with pytest.raises(ValueError, match=f"task {task} needs at least"):
         problem(task, "train", 0, 0, tokens=9 * 4 * asked, encode=encode)
@@ -207,7 +220,7 @@ def test_numbers_of_any_size_are_read_in_no_time():
     ("<think>4817</think>", 0), ("<think>4817</think>9999", 0), ("4817<think>", 0),
     ("4817<think>9999</think>", 0),
     ("<think>a</think>4817<think>b", 0)])
-@pytest.mark.parametrize("task", ("kv", "file"))
+@pytest.mark.parametrize("task", ("needle", "kv", "file"))
 def test_a_thought_is_not_the_answer(task, text, want):
     assert score(task, "4817", text) == want
     assert reward(Problem(task, "", "4817", thinks=True), text) == want * ("</think>" in text)
@@ -252,7 +265,7 @@ def test_what_a_rule_may_return(monkeypatch, earned, want):
 
 def test_a_task_draws_text(monkeypatch):
     def number(rng):
-        facts, supply, question, answer = tasks.kv(rng)
+        facts, supply, question, answer = tasks.needle(rng)
         return facts, supply, question, int(answer)
 
     monkeypatch.setitem(TASKS, "mine", (number, tasks.only_number))
@@ -260,10 +273,14 @@ def test_a_task_draws_text(monkeypatch):
         made("mine", "train", 0, 0, tokens=60)
 
 
-@pytest.mark.parametrize("gold", ["", "garbage", "?", "4817 or 9999", "4817 9999"])
-def test_unparseable_gold_earns_nothing(gold):
-    for task in TASKS:
-        for text in (gold, "4817", "9999", ""):
+# what no rule reads, what is more than one number, what holds no code of four digits
+@pytest.mark.parametrize("gold, tasks_of", [
+    *((gold, [*TASKS]) for gold in ("", "garbage", "?")),
+    *((gold, ["needle", "own", "hop", "sum"]) for gold in ("4817 or 9999", "4817 9999")),
+    *((gold, ["kv", "kv4", "kv16"]) for gold in ("coin", "coin 481", "481", "coin ٤٨١٧"))])
+def test_unparseable_gold_earns_nothing(gold, tasks_of):
+    for task in tasks_of:
+        for text in (gold, "4817", "9999", "coin 4817", ""):
             assert score(task, gold, text) == 0.0
 
 
@@ -281,8 +298,10 @@ def test_words_are_compared_exactly():
 # problems
 
 @pytest.mark.parametrize("task", TASKS)
-@pytest.mark.parametrize("tokens", [90, 300, 1000])
-def test_length_is_at_most_tokens_and_close(task, tokens):
+@pytest.mark.parametrize("more", [30, 240, 940])
+def test_length_is_at_most_tokens_and_close(task, more):
+    tokens = least(task) + more
+
     def encode(text):
         return words("user: " + text)
 
@@ -301,7 +320,7 @@ def test_too_few_tokens_is_an_error_and_kv_stops_where_its_keys_do():
 
 @pytest.mark.parametrize("task", TASKS)
 def test_a_problem_is_a_function_of_its_name(task):
-    name = dict(task=task, split="train", seed=3, index=17, tokens=200)
+    name = dict(task=task, split="train", seed=3, index=17, tokens=least(task) + 100)
     assert made(**name) == made(**name)
     for other in (dict(split="eval"), dict(seed=4), dict(index=18)):
         assert made(**name | other).text != made(**name).text
@@ -318,7 +337,7 @@ def test_this_text_on_every_machine():
 @pytest.mark.parametrize("task", TASKS)
 def test_splits_share_no_prompt(task):
     def texts(split, seed):
-        return {made(task, split, seed, i, tokens=60).text for i in range(150)}
+        return {made(task, split, seed, i, tokens=least(task)).text for i in range(150)}
 
     train, held_out = texts("train", 0), texts("eval", 0)
     assert len(train) == len(held_out) == 150 and not train & held_out
@@ -362,13 +381,18 @@ def solve(task, text):
 
 @pytest.mark.parametrize("task", TASKS)
 def test_gold_answers_follow_from_the_text(task):
+    def plus_one(number):
+        return str(int(number[0]) + 1)
+
+    asked = dict(kv4=4, kv16=16).get(task, 1)
     for i in range(60):
         p = made(task, "eval", 5, i, tokens=700)
         assert solve(task, p.text) == p.answer
         assert reward(p, p.answer) == 1.0
         assert p.text.count("\n") == 1
         assert p.text.endswith("Answer with the number only.") == (not task.startswith("kv"))
-        assert reward(p, str(int(p.answer) + 1)) == 0.0
+        assert reward(p, re.sub(r"\d+", plus_one, p.answer)) == 0.0
+        assert reward(p, re.sub(r"\d+", plus_one, p.answer, count=1)) == 1 - 1 / asked
 
 
 def test_facts_stand_anywhere():
@@ -542,7 +566,8 @@ def test_a_prompt_that_opens_a_thought(tmp_path):
         "{% if thinking is defined and not thinking %}</think>{% endif %}"))
     make = dict(tok=tok, seed=0, tokens=99, n_eval=2)
     (on,), (prompt,) = Problems("kv", **make).get("eval", [0])
-    assert on.thinks and tok.decode(prompt).endswith("Answer with the number only.\n<think>")
+    key, _ = on.answer.split()
+    assert on.thinks and tok.decode(prompt).endswith(f"with its code: {key}.\n<think>")
     think, stop = tok.added["<think>"], tok.added["</think>"]
     thought = tok.decode([*tok.encode(on.answer)], special=False)
     answer = tok.decode([*tok.encode("9999"), stop, *tok.encode(on.answer)], special=False)
@@ -604,9 +629,9 @@ def answers(checkpoint, n, **kw):
     from rollout import generate
     model, tok = checkpoint
     encode = prompt_encoder(tok)
-    problems = [problem("kv", "eval", 0, i, tokens=192, encode=encode) for i in range(n)]
+    problems = [problem("kv4", "eval", 0, i, tokens=256, encode=encode) for i in range(n)]
     ids = [encode(p.text) for p in problems]
-    r = generate(model, ids, max_new_tokens=6, stop_ids=tok.stop_ids, **kw)
+    r = generate(model, ids, max_new_tokens=17, stop_ids=tok.stop_ids, **kw)
     pairs = []
     for p, tokens, lengths in zip(problems, r.tokens.tolist(), r.lengths.tolist()):
         texts = [tok.decode(t[:n], special=False) for t, n in zip(tokens, lengths)]
@@ -633,13 +658,13 @@ def test_checkpoint_tokenizer(checkpoint):
     transformers = pytest.importorskip("transformers")
     _, tok = checkpoint
     theirs = transformers.AutoTokenizer.from_pretrained(MODEL)
-    problems = [made(t, "eval", 0, i, tokens=150) for t in TASKS for i in range(20)]
+    problems = [made(t, "eval", 0, i, tokens=least(t) + 90) for t in TASKS for i in range(20)]
     texts = [p.text + "\nAnswer:" for p in problems]
     texts += [f"{n}" for n in range(1000)] + [f"{n:03d}" for n in range(100)]
     texts += ["The Then apple Apple apples 12345678", "Thé  ü\n\n x'll"]
     for text in texts:
         assert tok.encode(text) == theirs.encode(text) and tok.decode(tok.encode(text)) == text
-    assert [tok.decode([i]) for i in tok.encode(" 4817")] == [" ", "481", "7"]
+    assert [tok.decode([i]) for i in tok.encode(" coin 4817")] == [" coin", " ", "481", "7"]
     assert len(tok.encode(" apple is")) == 2
     assert theirs.eos_token_id == tok.stop_ids[0] == len(tok) - 1
 
