@@ -19,7 +19,15 @@ from safetensors.torch import load_file
 
 import support.checkpoint
 import train
-from conftest import FAST, ROOT, Forked, read_checkpoint, read_log, train_here
+from conftest import (
+    FAST,
+    ROOT,
+    Forked,
+    read_checkpoint,
+    read_log,
+    share_of_digits,
+    train_here,
+)
 from objectives.dpo import DPO
 from support.checkpoint import write_checkpoint, write_whole
 from support.metrics import Metrics
@@ -56,6 +64,7 @@ def test_resume_is_bitwise(finished, tmp_path):
 def test_objectives_resume_bitwise(name, tmp_path, monkeypatch):
     """As above. The controls resume without PPO's value head, or with DPO's trained weights as the
     reference."""
+    monkeypatch.setattr(train, "reward", share_of_digits)
     ask = [os.path.join(ROOT, "config", f"{name}.py"), "--eval_every=99", "--eval_final=1"]
     whole, halves, wrong = (str(tmp_path / x) for x in ("whole", "halves", "wrong"))
     train_here(*ask, f"--out_dir={whole}")
