@@ -58,19 +58,19 @@ device = "auto"          # auto: cuda if there is one; cpu, cuda, cuda:1
 dtype = "auto"           # of the weights: float32, bfloat16; auto: by size on cuda, else float32
 # model and task
 model = TINY             # a folder or a hub name; here the embedded checkpoint
-task = "kv"              # needle, kv, own, hop, sum, or a .jsonl file of problems
-prompt_tokens = 192      # longest prompt in tokens; 64 .. the model's context
+task = "kv4"             # needle, kv, kv4, kv16, own, hop, sum, or a .jsonl file of problems
+prompt_tokens = 256      # longest prompt in tokens; 64 .. the model's context
 template = ""            # more arguments for the chat template, JSON: {"enable_thinking": false}
 skip_long = False        # leave out problems of a file that are too long, instead of refusing it
 # rollout
 prompts = 16             # prompts per step; 4 .. 128
 group = 8                # samples per prompt; 2 .. 64, and 1 will do for ppo
-max_new_tokens = 5       # longest response in tokens
+max_new_tokens = 17      # longest response in tokens
 temperature = 1.0        # of the sampler and every log-prob; 0.01 .. 100
 evict = "snapkv"         # none, snapkv, rkv, h2o, recent, random: the names in kvcache.EVICT
-budget = 24              # prompt keys kept per layer and KV head, window and sinks included
+budget = 56              # prompt keys kept per layer and KV head, window and sinks included
 spread = "uniform"       # of the budget over layers and KV heads: uniform, pyramid, adaptive
-window = 16              # last prompt rows: kept, and their attention votes; 8 .. 64
+window = 20              # last prompt rows: kept, and their attention votes; 8 .. 64
 sinks = 2                # first prompt keys that are never dropped, in tokens; 0 .. 16
 pool = 7                 # width in keys over which votes are max-pooled; odd, 1 .. 21
 response_budget = 0      # response keys kept per layer and KV head, window included; 0: all

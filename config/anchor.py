@@ -2,4 +2,5 @@
 learner = "shadow"
 distill = 0.1
 distill_to = "dense"
+distill_on = "all"
 teacher = "initial"

@@ -1,11 +1,11 @@
 """
 What a response says: the rules by which rewards compare it with a gold answer.
 
-The idea. A rule maps (text, gold answer) to True or False, or to the fraction that is right. Numbers are compared by value, so what
-LaTeX and typography do to them is undone first (`plain`); anything else is compared word for word,
-letters and units too. A policy finds whatever is paid by mistake. So a number that cannot be read
-as a whole (2^n, 12:30, 2½) counts as one of unknown value: it is never right, and never lets a part
-of itself be right.
+The idea. A rule maps (text, gold answer) to True or False, or to the fraction that is right.
+Numbers are compared by value, so what LaTeX and typography do to them is undone first (`plain`);
+anything else is compared word for word, letters and units too. A policy finds whatever is paid by
+mistake. So a number that cannot be read as a whole (2^n, 12:30, 2½) counts as one of unknown value:
+it is never right, and never lets a part of itself be right.
 
 Left out: arithmetic (1/2 is not 0.5), numbers in words, digits of other scripts, choosing among
 several answers.

@@ -30,6 +30,7 @@ import time
 
 import torch
 import torch.nn.functional as F
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from data import tasks
 from data.tokenizer import BYTE_OF, Tokenizer
@@ -143,7 +144,8 @@ def causal(rows):
         # (rows, heads, T, hs), keys and values repeated for the query heads that share them
         q, k, v = (x.unflatten(0, (rows, -1)).transpose(1, 2) for x in (q, k, v))
         k, v = (x.repeat_interleave(q.shape[1] // k.shape[1], 1) for x in (k, v))
-        out = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        with sdpa_kernel(SDPBackend.MATH):  # sums in one order, on a GPU too
+            out = F.scaled_dot_product_attention(q, k, v, is_causal=True)
         return out.transpose(1, 2).flatten(0, 1)                               # (rows * T, nh, hs)
     return attend
 
@@ -205,7 +207,8 @@ def loss_on(model, ids, mask, counted):
     """-> mean cross-entropy of the masked tokens, fraction of right ones among those that are
     `counted` (V,)"""
     rows, T = ids.shape
-    hidden = model(ids.flatten(), torch.arange(T).repeat(rows), causal(rows))  # (rows * T, C)
+    pos = torch.arange(T, device=ids.device).repeat(rows)
+    hidden = model(ids.flatten(), pos, causal(rows))                           # (rows * T, C)
     hidden, gold = hidden.view(rows, T, -1)[:, :-1][mask[:, 1:]], ids[:, 1:][mask[:, 1:]]
     logits = model.logits(hidden)                                              # (masked, V)
     right = (logits.argmax(-1) == gold)[counted[gold]]
@@ -217,11 +220,13 @@ def evaluate(model, tok, task, numbers, n):
     """Held-out problems, dense cache -> probability that a sampled answer has the form (numbers may
     be wrong), fraction of codes that are right greedily, given what stands before them."""
     encode, form, right = tasks.prompt_encoder(tok), 0.0, 0.0
+    device = numbers.device
     for i in range(n):
         p = tasks.problem(task, "eval", seed, i, tokens=eval_tokens[task], encode=encode)
         prompt, answer = encode(p.text), tok.encode(" " + p.answer) + [tok.stop_ids[0]]
-        ids = torch.tensor(prompt + answer)
-        hidden = model(ids, torch.arange(len(ids)), causal(1))[len(prompt) - 1:-1]
+        ids = torch.tensor(prompt + answer, device=device)
+        hidden = model(ids, torch.arange(len(ids), device=device), causal(1))
+        hidden = hidden[len(prompt) - 1:-1]                                    # (answer, C)
         logp, gold = model.logits(hidden).log_softmax(-1), ids[len(prompt):]   # (answer, V)
         fixed = ~numbers[gold]
         form += logp[fixed, gold[fixed]].sum().exp().item() / n
@@ -252,10 +257,13 @@ def write_json(folder):
     return config
 
 
-def main(out_dir=TINY):
+def main(out_dir=TINY, device="cpu"):
+    # the same sums in the same order each time, on a GPU too
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    torch.use_deterministic_algorithms(True)
     torch.manual_seed(seed)
     raw = write_json(out_dir)
-    tok, model = Tokenizer(out_dir), new_model(raw)
+    tok, model = Tokenizer(out_dir), new_model(raw).to(device)
     keys = {tok.encode(" " + thing)[0] for thing in tasks.THINGS}
     numbers = {tok.encode(f"{n:0{d}d}")[0] for d in (1, 2, 3) for n in range(10 ** d)}
     kept = keys | numbers | set(tok.stop_ids)  # in stage 2, whatever is removed
@@ -264,8 +272,8 @@ def main(out_dir=TINY):
     words = torch.tensor(sorted(keys | numbers | set(tok.encode(text))))
     size = sum(p.numel() for p in model.parameters())
     print(f"{size:,} parameters, {len(tok)} tokens, {len(words)} of them in stage 1")
-    every, number = torch.ones(len(tok), dtype=torch.bool), torch.zeros(len(tok), dtype=torch.bool)
-    number[list(numbers)] = True
+    every = torch.ones(len(tok), dtype=torch.bool, device=device)
+    number = torch.isin(torch.arange(len(tok)), torch.tensor(sorted(numbers))).to(device)
 
     opt = torch.optim.AdamW(model.parameters(), lr=learning_rate, betas=(0.9, 0.98),
                             weight_decay=weight_decay)
@@ -277,7 +285,8 @@ def main(out_dir=TINY):
             ids, mask = copy_batch(rng, words)
         else:
             ids, mask = task_batch(step, tok, removed, kept)
-        loss, right = loss_on(model, ids, mask, every if stage == 1 else number)
+        counted = every if stage == 1 else number
+        loss, right = loss_on(model, ids.to(device), mask.to(device), counted)
         opt.zero_grad()
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), clip)
@@ -303,4 +312,6 @@ if __name__ == "__main__":
     a = argparse.ArgumentParser(prog="python -m data.pretrain",
                                 description="make the embedded checkpoint again (7 minutes)")
     a.add_argument("folder", nargs="?", default=TINY)
-    main(a.parse_args().folder)
+    a.add_argument("--device", default="cpu", help="cuda takes two minutes")
+    a = a.parse_args()
+    main(a.folder, a.device)
