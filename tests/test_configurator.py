@@ -154,8 +154,9 @@ def test_help_of_train(argv, capsys):
 
 
 def test_help_of_experiments(capsys):
-    shown = {ablate: ["--jobs=1 ", "--keep=", "--budget=24 "], draw: ["--out"],
-             variance: ["--prompts=8 ", "--resamples=1000 ", "--budget=24 "],
+    budget = f"--budget={train.budget} "
+    shown = {ablate: ["--jobs=1 ", "--keep=", budget], draw: ["--out"],
+             variance: ["--prompts=8 ", "--resamples=1000 ", budget],
              bench: ["--shape", "default: out-bench"], generate: ["--prompt", "default: 64"]}
     for program, words in shown.items():
         for flag in ("-h", "--help"):

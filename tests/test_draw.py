@@ -55,10 +55,11 @@ def test_what_the_picture_says_about_this_rollout(drawn):
     evicted = sorted(set(range(P)) - set(kept))
     assert until[evicted].unique().tolist() == [parts["shadow 1"][0]]
     assert until[kept].unique().tolist() == [len(until)]
-    # the answer stands where the picture says, and the head that is drawn keeps it
-    answer = draw.find(ids, tok.encode(task.answer))
-    assert tok.decode([ids[j] for j in answer]) == task.answer
-    assert set(answer) <= set(kept)
+    # the code stands where the picture says, and the head that is drawn keeps it
+    _, code = task.answer.split()
+    at = draw.find(ids, tok.encode(code))
+    assert tok.decode([ids[j] for j in at]) == code
+    assert set(at) <= set(kept)
     assert task.answer in draw.responses(tok, rollout)[0]
     assert task.answer not in draw.responses(tok, rollout)[1]
 
@@ -69,12 +70,15 @@ def test_kept_counts(drawn):
         for kept in heads:
             letters = draw.kinds(kept, len(ids))
             counts = {letter: letters.count(letter) for letter in "skw."}
-            assert counts == {"s": 2, "k": 6, "w": 16, ".": len(ids) - 24}
+            chosen = draw.BUDGET - draw.WINDOW - 2
+            assert counts == {"s": 2, "k": chosen, "w": draw.WINDOW, ".": len(ids) - draw.BUDGET}
 
 
 def test_kinds_and_find_on_numbers_by_hand():
-    assert draw.kinds([0, 1, 5, 10, *range(20, 36)], 36) == "ss...k....k........." + "w" * 16
-    assert draw.kinds([0, 5], 20) == "s....w" + "." * 14  # a window that reaches further back
+    w = draw.WINDOW
+    kept = [0, 1, 5, 10, *range(20, 20 + w)]
+    assert draw.kinds(kept, 20 + w) == "ss...k....k........." + "w" * w
+    assert draw.kinds([0, 5], w + 4) == "s....w" + "." * (w - 2)  # a window that reaches back
     assert draw.find([1, 2, 3, 1, 2, 1], [1, 2]) == [0, 1, 3, 4]
     assert draw.find([1, 2, 3], [2, 1]) == []
     assert draw.segments(4, [2, 3]) == [
@@ -96,7 +100,7 @@ def test_every_method_is_printed(drawn, capsys):
         heads = lines[at[0] + 1:at[0] + 1 + net.config.n_layer * net.config.n_kv_head]
         for line in heads:
             letters = line.split()[-1]
-            assert letters.startswith("ss") and letters.endswith("w" * 16)
+            assert letters.startswith("ss") and letters.endswith("w" * draw.WINDOW)
             held = len(letters) - letters.count(".")
             assert f"{method}: {held} keys" in lines[at[0]]
             assert held == (len(letters) if method == "none" else draw.BUDGET)

@@ -259,7 +259,7 @@ def cells(line):
 
 @pytest.mark.parametrize("page, arms", [
     ("README.md", "dense naive shadow smd"),
-    ("docs/results.md", "dense naive tis mis sparse_rl shadow smd smd_shadow"),
+    ("docs/results.md", "dense naive tis mis sparse_rl bypass shadow anchor smd smd_reverse"),
 ])
 def test_the_table_of_arms_is_that_of_the_logs(page, arms):
     table = [cells(line) for line in read("results/arms/table.md").splitlines()]

@@ -150,7 +150,7 @@ def test_problem_files(tmp_path):
     ("ref_kl must be between 0 and 100", ["--ref_kl=-1"]),
     ("distill_on must be one of all, reward", ["--distill_on=none"]),
     ("teacher must be one of other, initial", ["--teacher=self"]),
-    ("response_budget 16 must be above the window of 16", ["--response_budget=16"]),
+    ("response_budget 16 must be above the window of 16", ["--response_budget=16", "--window=16"]),
     ("period must be between 1 and", ["--period=0"]),
     ("which objective=dpo does not have", ["config/tis.py", "--objective=dpo"]),
     ("lam must be between 0 and 1", ["--lam=1.5"]),

@@ -268,7 +268,7 @@ def test_command_line(tmp_path, capsys):
     (["--lengths="], "whole numbers"), (["more"], "no such config file"), (["--out="], "out a"),
     (["--out=/proc/x"], "cannot write to folder '/proc/x'"), (["--model=/no/where"], "neither a"),
     (["--device=foo"], "device must be auto"), (["--device=cpu:1"], "device must be auto"),
-    (["--response_budget=20"], "without eviction of response keys"),
+    (["--response_budget=60"], "without eviction of response keys"),
     (["--resamples=5"], "resamples at least 100")])
 def test_refused_in_one_line(argv, says, tmp_path):
     with pytest.raises(SystemExit, match=f"^error: [^\n]*{says}[^\n]*$"):
