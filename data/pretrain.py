@@ -14,8 +14,10 @@ the list". A curriculum helps:
    between key and code. So rows first lose all tokens but keys, digits and the stop token, then,
    as accuracy allows, fewer and fewer kinds of them, until they are the real prompts. Each list of
    facts is asked about several times, to be efficient.
-Codes are found first; the order of the keys in long answers comes last. Training ends when a
-sampled answer of 64 tokens has its form more often than not.
+   Codes are found first; the order of the keys in long answers comes last.
+3. doubt. Such a model is sure, and RL has nothing to gain from it. So in the last steps a code in
+   an answer is often another one of the list: the model learns to be that unsure, of numbers alone.
+   Its greedy answers stay right.
 
 NUMBERS
 
@@ -41,10 +43,10 @@ TINY = os.path.join(os.path.dirname(os.path.abspath(__file__)), "tiny")
 seed = 0
 shape = dict(hidden_size=128, intermediate_size=384, num_hidden_layers=4, num_attention_heads=4,
              num_key_value_heads=2, head_dim=32)
-learning_rate = 3e-3
+learning_rate = {1: 3e-3, 2: 3e-3, 3: 1e-3}  # by stage
 weight_decay = 0.01
 clip = 1.0               # largest gradient norm
-warmup = 50              # steps, in both stages
+warmup = {1: 50, 2: 50, 3: 10}               # steps
 # stage 1
 copy_rows = 64
 copy_length = 72         # tokens per row
@@ -58,10 +60,13 @@ mixture = {
 task_tokens = 8000       # per step
 fewer_at = 0.7           # above this running mean of right numbers ...
 fewer = 0.01             # ... each step removes that much less
-# training ends when sampled answers to held-out prompts have their form with this probability
+# it ends when sampled answers to held-out prompts have their form with this probability
 eval_every = 50          # steps, once most tokens are there
 eval_tokens = {"kv": 192, "kv4": 256, "kv16": 704}
 target = 0.6             # of kv16
+# stage 3
+doubt = 0.4              # probability that a code in an answer is another one
+doubt_steps = 60
 
 STOP = "<|end|>"
 # Llama-3's: numbers fall into groups of up to three digits
@@ -164,10 +169,11 @@ def copy_batch(rng, words):
     return ids, mask
 
 
-def task_row(rng, problem, tok, removed, kept):
+def task_row(rng, problem, tok, removed, kept, doubt=0.0):
     """One list of facts and several questions about it, no fact asked for twice -> list of (token,
     part of an answer?). Every kind of token that is not in `kept` is missing with probability
-    `removed`; the same kinds throughout the row, so that what follows what can be told from it."""
+    `removed`; the same kinds throughout the row, so that what follows what can be told from it. A
+    code in an answer is any of the list with probability `doubt`."""
     encode, stop = tasks.prompt_encoder(tok), tok.stop_ids[0]
     asked, _, _, at_most = mixture[problem.task]
     facts, question = problem.text.split("\n")
@@ -181,21 +187,25 @@ def task_row(rng, problem, tok, removed, kept):
         if not row:
             text = facts + text
         row += [(t, False) for t in encode(text)]
-        answer = "".join(f" {key} {code}" for key, code in some)
+        answer = ""
+        for key, code in some:
+            if doubt and rng.random() < doubt:
+                _, code = rng.choice(pairs)
+            answer += f" {key} {code}"
         row += [(t, True) for t in tok.encode(answer) + [stop]]
     gone = {t for t in sorted({t for t, _ in row} - kept) if rng.random() < removed}
     return [(t, answer) for t, answer in row if t not in gone]
 
 
-def task_batch(step, tok, removed, kept):
-    """Stage 2 -> ids (rows, T), mask (rows, T) of the answers' tokens."""
+def task_batch(step, tok, removed, kept, doubt=0.0):
+    """Stages 2 and 3 -> ids (rows, T), mask (rows, T) of the answers' tokens."""
     rng, encode = random.Random(f"{seed}/{step}"), tasks.prompt_encoder(tok)
     task, = rng.choices(list(mixture), [weight for _, weight, _, _ in mixture.values()])
     tokens, rows, used = rng.randint(*mixture[task][2]), [], 0
     while used < task_tokens:
         index = step * 1000 + len(rows)
         p = tasks.problem(task, "train", seed, index, tokens=tokens, encode=encode)
-        rows.append(task_row(rng, p, tok, removed=removed, kept=kept))
+        rows.append(task_row(rng, p, tok, removed=removed, kept=kept, doubt=doubt))
         used += tokens
     T = max(map(len, rows))
     padding = (tok.stop_ids[0], False)
@@ -257,13 +267,16 @@ def write_json(folder):
     return config
 
 
-def main(out_dir=TINY, device="cpu"):
+def main(out_dir=TINY, device="cpu", stage=1):
     # the same sums in the same order each time, on a GPU too
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     torch.use_deterministic_algorithms(True)
     torch.manual_seed(seed)
     raw = write_json(out_dir)
-    tok, model = Tokenizer(out_dir), new_model(raw).to(device)
+    tok, model = Tokenizer(out_dir), new_model(raw)
+    if stage == 3:
+        model = Transformer.from_pretrained(out_dir)
+    model.to(device)
     keys = {tok.encode(" " + thing)[0] for thing in tasks.THINGS}
     numbers = {tok.encode(f"{n:0{d}d}")[0] for d in (1, 2, 3) for n in range(10 ** d)}
     kept = keys | numbers | set(tok.stop_ids)  # in stage 2, whatever is removed
@@ -275,33 +288,36 @@ def main(out_dir=TINY, device="cpu"):
     every = torch.ones(len(tok), dtype=torch.bool, device=device)
     number = torch.isin(torch.arange(len(tok)), torch.tensor(sorted(numbers))).to(device)
 
-    opt = torch.optim.AdamW(model.parameters(), lr=learning_rate, betas=(0.9, 0.98),
-                            weight_decay=weight_decay)
+    opt = torch.optim.AdamW(model.parameters(), betas=(0.9, 0.98), weight_decay=weight_decay)
     rng, start = torch.Generator().manual_seed(seed), time.time()
-    stage, first, step = 1, 0, 0  # first: the step at which the stage began
-    mean, removed, form = 0.0, 1.0, 0.0
-    while form < target:
+    first, step = 0, 0  # first: the step at which the stage began
+    mean, removed = 0.0, 1.0 if stage < 3 else 0.0
+    while stage < 3 or step < first + doubt_steps:
         if stage == 1:
             ids, mask = copy_batch(rng, words)
         else:
-            ids, mask = task_batch(step, tok, removed, kept)
+            ids, mask = task_batch(step, tok, removed, kept, doubt=doubt if stage == 3 else 0.0)
         counted = every if stage == 1 else number
         loss, right = loss_on(model, ids.to(device), mask.to(device), counted)
         opt.zero_grad()
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), clip)
-        opt.param_groups[0]["lr"] = learning_rate * min(1, (step - first + 1) / warmup)
+        part = min(1, (step - first + 1) / warmup[stage])
+        opt.param_groups[0]["lr"] = learning_rate[stage] * part
         opt.step()
         mean = 0.9 * mean + 0.1 * right
         if step % 25 == 0:
             print(f"step {step:4d}  stage {stage}  loss {loss.item():6.3f}  right {right:.3f}  "
                   f"removed {removed:.2f}  {(time.time() - start) / 60:4.1f} min", flush=True)
-        if removed < 0.5 and step % eval_every == 0:
+        form = 0.0
+        if stage > 1 and removed < 0.5 and step % eval_every == 0:
             for task in mixture:
                 form, found = evaluate(model, tok, task, number, n=32)
                 print(f"    held-out {task}: form {form:.3f}  codes {found:.3f}", flush=True)
         if stage == 1 and mean > copy_until:
             stage, first, mean = 2, step + 1, 0.0
+        elif stage == 2 and form >= target:
+            stage, first = 3, step + 1
         elif stage == 2 and mean > fewer_at:
             removed = max(0.0, removed - fewer)
         step += 1
@@ -310,8 +326,10 @@ def main(out_dir=TINY, device="cpu"):
 
 if __name__ == "__main__":
     a = argparse.ArgumentParser(prog="python -m data.pretrain",
-                                description="make the embedded checkpoint again (7 minutes)")
+                                description="make the embedded checkpoint again")
     a.add_argument("folder", nargs="?", default=TINY)
-    a.add_argument("--device", default="cpu", help="cuda takes two minutes")
+    a.add_argument("--device", default="cpu", help="on a GPU it takes two minutes")
+    a.add_argument("--stage", type=int, default=1, choices=(1, 3),
+                   help="3: the last stage alone, from the weights in FOLDER")
     a = a.parse_args()
-    main(a.folder, a.device)
+    main(a.folder, a.device, a.stage)
