@@ -96,18 +96,18 @@ beta = 0.1               # dpo: strength of the pull to the initial weights; 0.0
 micro_rows = 16384       # packed rows per forward pass of the learner; lower it if memory runs out
 checkpointing = False    # keep less for the backward pass, a fifth more time; for long prompts
 # optimizer: AdamW on fp32 masters
-steps = 120
+steps = 60
 lr = 3e-4
 warmup = 5               # steps of linear warm-up
 beta2 = 0.95
 weight_decay = 0.0
 grad_clip = 1.0          # largest gradient norm
 # evaluation: greedy, held-out problems, with the compressed cache and with the dense one
-eval_every = 40          # steps; also before step 0 and at the end
+eval_every = 20          # steps; also before step 0 and at the end
 eval_problems = 128      # how many
 eval_final = 128         # how many before step 0 and in the last two; 1024 in experiments
 eval_batch = 128         # problems decoded at once
-save_every = 40          # steps between checkpoints and between samples
+save_every = 20          # steps between checkpoints and between samples
 
 DEFAULTS = {key: value for key, value in globals().items()
             if isinstance(value, (bool, int, float, str)) and key[0].islower()}
