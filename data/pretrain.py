@@ -19,7 +19,10 @@ the list". A curriculum helps:
    an answer is often another one of the list: the model learns to be that unsure, of numbers alone.
    Its greedy answers stay right.
 
-NUMBERS
+data/tiny: seed 0; stages 1 and 2, 1,601 steps, on one H200 (1.8 minutes, twice with equal bits),
+stage 3 on two CPU threads. Held-out problems, dense cache, greedy: 0.98, 0.99 and 0.96 of the codes
+of kv, kv4 and kv16 (data/pretrain.log, docs/results.md). On CPU, or with another number of threads,
+sums are taken in another order, and the result is a sibling.
 
 Left out on purpose: learning-rate decay, validation loss, resuming.
 """
