@@ -243,7 +243,7 @@ def log(name):
 
 
 def test_the_output_one_should_see_is_the_logs():
-    lines = log("results/embedded/default-2-threads.jsonl")
+    lines = log("results/default-cpu/two-threads.jsonl")
     evals = [x for x in lines if "eval_dense" in x]
     first, last = evals[0], evals[-1]
     text = read("README.md")
@@ -257,20 +257,58 @@ def cells(line):
     return [cell.strip() for cell in line.strip().strip("|").split("|")]
 
 
-@pytest.mark.parametrize("page, arms", [
-    ("README.md", "dense naive shadow smd"),
-    ("docs/results.md", "dense naive tis mis sparse_rl bypass shadow anchor smd smd_reverse"),
-])
-def test_the_table_of_arms_is_that_of_the_logs(page, arms):
-    table = [cells(line) for line in read("results/arms/table.md").splitlines()]
-    measured = {row[0]: row for row in table}
-    for arm in arms.split():
+def tables(name):
+    """The tables of ablate.py that a file holds: title -> {first cell: cells}"""
+    found = {}
+    for part in read(name).split("\n**")[0:]:
+        title, _, rest = part.lstrip("*").partition("**")
+        rows = [cells(line) for line in rest.splitlines() if line.startswith("| ")]
+        found[title] = {row[0]: row for row in rows}
+    return found
+
+
+ARMS = ("dense naive tis mis sparse_rl bypass shadow anchor smd smd_reverse").split()
+
+
+@pytest.mark.parametrize("page, arms, columns", [
+    ("README.md", "dense naive shadow smd".split(), (1, 2)), ("docs/results.md", ARMS, (2, 3))])
+def test_the_table_of_arms_is_that_of_the_logs(page, arms, columns):
+    found = tables("results/arms/table.md")
+    full = {name.split(" lr=")[0]: name for name in found["Served compressed"]}
+    for arm in arms:
         (row,) = [cells(line) for line in read(page).splitlines() if line.startswith(f"| {arm}: ")]
-        compressed, dense = measured[arm][2], measured[arm][3]
-        assert compressed.startswith(row[1]), arm
-        assert dense.startswith(row[2]), arm
-        last_gap = measured[arm][5].split(", ")[-1]
-        assert float(row[3].split(", ")[-1]) == float(last_gap), arm
+        name = full[arm]
+        for column, cache in zip(columns, ("Served compressed", "Served dense")):
+            measured = found[cache][name]
+            assert row[column].split(" (")[0] == measured[2], (arm, cache)
+            if page != "README.md":
+                assert row[column].endswith(f"({measured[4]})"), (arm, cache)
+                assert row[1] == name.split(" lr=")[1]
+        assert row[-1] == found["Training"][name][3].split(", ")[-1], arm
+
+
+def test_the_comparisons_are_those_of_the_logs():
+    found = tables("results/arms/table.md")["Comparisons"]
+    assert "named before the first run" in read("results/arms/table.md")
+    text = read("docs/results.md")
+    rows = [row for name, row in found.items() if name.startswith("smd ")]
+    assert len(rows) == 3
+    for _, _, mean, seeds, _, p in rows:
+        line, = [line for line in text.splitlines() if line.startswith("| smd - ") and mean in line]
+        assert cells(line)[2].split() == re.findall(r"[+-]\d\.\d{3}", seeds)
+        assert cells(line)[3] == p
+
+
+def test_the_cliff_is_that_of_the_logs():
+    found = tables("results/cliff/table.md")
+    for line in section(read("docs/results.md"), "The cliff").splitlines():
+        row = cells(line)
+        for on, cell in zip(("all", "reward"), row[1:]):
+            if re.fullmatch(r"\d\.\d", row[0]):
+                name = f"smd distill={row[0]} distill_on={on}"
+                pairs = zip(*(found[cache][name][3].split()
+                              for cache in ("Served compressed", "Served dense")))
+                assert cell == ", ".join(f"{a}/{b}" for a, b in pairs)
 
 
 def test_the_leak_is_that_of_the_logs():
