@@ -242,7 +242,7 @@ def fit(size, tokens, what):
 def prompt_encoder(tok, template=None):
     """-> encode(text): ids of the whole prompt. With a chat template one user message;
     without, the tokenizer's BOS and text + "\\nAnswer:", which the model goes on with
-    " 4817" and its stop token. template: {argument of the chat template: value}."""
+    " coin 4817" and its stop token. template: {argument of the chat template: value}."""
     template = template or {}
     if not isinstance(template, dict):
         raise ValueError(f"template is {template!r}, must be an object")

@@ -1,7 +1,8 @@
-"""
+r"""
 Text from a prompt on the command line, sampled under a compressed cache.
 
-    python -m experiments.generate --prompt="The code for pen is 4817. What is the code for pen?"
+    python -m experiments.generate \
+        --prompt=$'The code for pin is 4817.\nRepeat each word with its code: pin.'
     python -m experiments.generate --prompt="..." --model=Qwen/Qwen2.5-0.5B-Instruct --budget=64
 
 The prompt goes through the checkpoint's chat template if it has one. Greedy unless
