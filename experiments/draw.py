@@ -26,8 +26,8 @@ from support.run import one_line_errors, tell
 
 ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 TINY = os.path.join(ROOT, "data", "tiny")
-BUDGET, WINDOW, SINKS = 24, 16, 2  # as at the top of train.py
-LAYER, HEAD = 1, 1                 # the head whose matrix is drawn
+BUDGET, WINDOW, SINKS = 24, 13, 2  # the window is the question; half the keys of the picture stay
+LAYER, HEAD = 3, 1                 # the head whose matrix is drawn
 
 # colours that differ in lightness too, from the palette of Okabe and Ito
 COLOURS = {"s": "#222222", "k": "#E69F00", "w": "#56B4E9", ".": "#D9D9D9", "r": "#009E73"}
@@ -38,7 +38,7 @@ NAMES = {
     ".": "evicted after the prompt",
     "r": "response",
 }
-ANSWER = "#D55E00"
+CODE = "#D55E00"
 
 
 def load():
@@ -55,9 +55,9 @@ def roll_out(net, tok, ids, method="snapkv", group=1, temperature=0.0):
 
 
 def responses(tok, rollout):
-    """The text of each sample of the first prompt, stop token included."""
+    """The text of each sample of the first prompt, without stop token."""
     pairs = zip(rollout.tokens[0].tolist(), rollout.lengths[0].tolist())
-    return [tok.decode(tokens[:n]) for tokens, n in pairs]
+    return [tok.decode(tokens[:n], special=False) for tokens, n in pairs]
 
 
 def kinds(kept, P):
@@ -79,6 +79,11 @@ def find(ids, part):
         if ids[start:start + len(part)] == part:
             found.extend(range(start, start + len(part)))
     return found
+
+
+def code_in(tok, task, ids):
+    """The positions of the code that is asked for, of which the key in the answer is no part."""
+    return find(ids, tok.encode(task.answer.split()[-1]))
 
 
 def visible(until):
@@ -105,7 +110,7 @@ def print_methods(net, tok):
     task = problem("kv", "eval", seed=0, index=1, tokens=120, encode=encode)
     ids = encode(task.text)
     tell(f"{task.text}\nanswer {task.answer}; {len(ids)} tokens; "
-          "s sink, k kept, w window, . dropped; ^ the answer in the prompt")
+          "s sink, k kept, w window, . dropped; ^ the code that is asked for")
     for method in EVICT:
         rollout = roll_out(net, tok, ids, method)
         kept = rollout.kept[0]                                   # (L, nkv, K)
@@ -115,15 +120,15 @@ def print_methods(net, tok):
             for head, positions in enumerate(heads):
                 tell(f"layer {layer} head {head} {kinds(positions.tolist(), len(ids))}")
     marks = [" "] * len(ids)
-    for j in find(ids, tok.encode(task.answer)):
+    for j in code_in(tok, task, ids):
         marks[j] = "^"
     tell(" " * len("layer 0 head 0 ") + "".join(marks))
 
 
 def example(net, tok):
-    """The rollout of the picture: three facts, a question, two samples. -> Problem, ids, Rollout"""
+    """The rollout of the picture: four facts, a question, two samples. -> Problem, ids, Rollout"""
     encode = prompt_encoder(tok)
-    task = problem("kv", "eval", seed=0, index=14, tokens=48, encode=encode)
+    task = problem("kv", "eval", seed=0, index=10, tokens=52, encode=encode)
     ids = encode(task.text)
     return task, ids, roll_out(net, tok, ids, group=2, temperature=1.0)
 
@@ -139,22 +144,22 @@ def paint(ax, lines):
             if letter != " ":
                 squares.append(Rectangle((x + 0.05, y + 0.05), 0.9, 0.9))
                 fills.append(COLOURS[letter])
-    ax.add_collection(PatchCollection(squares, facecolors=fills, linewidths=0))
+    ax.add_collection(PatchCollection(squares, facecolors=fills, linewidths=0, antialiaseds=False))
     ax.set(xlim=(0, len(lines[0])), ylim=(len(lines), 0))
     ax.set_axis_off()
 
 
-def draw_cache(ax, words, kept, answer):
-    """A row per prompt token, a column per layer and KV head. kept (L, nkv, K)."""
+def draw_cache(ax, words, kept, code):
+    """A row per prompt token, a column per layer and KV head. kept (L, nkv, K), code: positions."""
     L, nkv = kept.shape[:2]
     P = len(words)
     columns = [kinds(positions.tolist(), P) for positions in kept.flatten(0, 1)]
     paint(ax, ["".join(letters) for letters in zip(*columns)])
     for y, word in enumerate(words):
-        style = {"color": ANSWER, "fontweight": "bold"} if y in answer else {}
-        ax.text(-0.4, y + 0.76, word, ha="right", fontsize=8, **style)
-    middle = (answer[0] + answer[-1] + 1) / 2
-    ax.text(-1.9, middle, "answer", ha="right", va="center", fontsize=8, color=ANSWER)
+        style = {"color": CODE, "fontweight": "bold"} if y in code else {}
+        ax.text(-0.4, y + 0.76, word, ha="right", fontsize=7.5, **style)
+    middle = (code[0] + code[-1] + 1) / 2
+    ax.text(-1.9, middle, "code", ha="right", va="center", fontsize=8, color=CODE)
     for layer in range(L):
         ax.text((layer + 0.5) * nkv, -1.4, f"layer {layer}", ha="center", fontsize=8)
         for head in range(nkv):
@@ -208,11 +213,11 @@ def draw_picture(net, tok, path):
         text = tok.decode([token])
         words.append({" ": "\u2423", "\n": "\\n"}.get(text, text.strip()))
 
-    width, height = 9.0, 7.1  # inches; 200 dots each make 1800 pixels, twice what a page shows
+    width, height = 9.0, 7.3  # inches; 200 dots each make 1800 pixels, twice what a page shows
     figure = pyplot.figure(figsize=(width, height))
-    left = figure.add_axes((0.9 / width, 0.9 / height, 1.75 / width, 5.25 / height))
-    right = figure.add_axes((3.45 / width, 0.9 / height, 5.25 / width, 5.25 / height))
-    draw_cache(left, words, kept, find(ids, tok.encode(task.answer)))
+    left = figure.add_axes((0.9 / width, 0.9 / height, 1.75 / width, 5.45 / height))
+    right = figure.add_axes((3.45 / width, 0.9 / height, 5.25 / width, 5.45 / height))
+    draw_cache(left, words, kept, code_in(tok, task, ids))
     draw_matrix(right, until, kept[LAYER, HEAD].tolist(), P=P, lengths=lengths)
 
     def write(x, y, text, **style):
@@ -221,13 +226,13 @@ def draw_picture(net, tok, path):
     said = []
     for text in responses(tok, rollout):
         verdict = "right" if reward(task, text) == 1 else "wrong"
-        said.append(f"{text.removesuffix('<|end|>').strip()} ({verdict})")
+        said.append(f"{text.strip()} ({verdict})")
     bold = {"fontsize": 11, "fontweight": "bold"}
-    write(0.1, 6.8, f"Sampler: {kept.shape[2]} of {P} prompt keys stay", **bold)
-    write(0.1, 6.58, "in every layer and KV head, each its own choice", fontsize=9)
-    write(3.45, 6.8, f"Learner: what layer {LAYER}, KV head {HEAD} (framed) sees", **bold)
+    write(0.1, 7.0, f"Sampler: {kept.shape[2]} of {P} prompt keys stay", **bold)
+    write(0.1, 6.78, "in every layer and KV head, each its own choice", fontsize=9)
+    write(3.45, 7.0, f"Learner: what layer {LAYER}, KV head {HEAD} (framed) sees", **bold)
     meaning = "a row per query, a column per key, coloured if the query sees the key"
-    write(3.45, 6.58, meaning, fontsize=9)
+    write(3.45, 6.78, meaning, fontsize=9)
     _, shadow, _ = segments(P, lengths)[1 + len(lengths)]        # where the shadow copies begin
     note = (
         "One long sequence: the prompt once,\nthen each response twice.\n"

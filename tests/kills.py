@@ -25,7 +25,7 @@ import torch
 
 ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 STEPS = 4
-SETTINGS = ["--task=kv", "--prompt_tokens=64", "--max_new_tokens=5", "--budget=24", "--window=16",
+SETTINGS = ["--task=kv", "--prompt_tokens=64", "--max_new_tokens=5", "--budget=36", "--window=16",
             "--prompts=2", "--group=4", "--distill_on=all", "--eval_problems=4", "--eval_batch=1",
             "--eval_final=4", f"--steps={STEPS}", "--eval_every=1", "--save_every=2", "--lr=1e-3",
             "--warmup=0", "--device=cpu"]  # the second evaluation is the best one

@@ -30,7 +30,7 @@ def filled(folder):
         put(folder, "smd task=kv16 budget=40", seed, p05=0.5, before=(0.5, 0.75),
             after=(0.75 + seed / 8, 0.875))
     put(folder, "smd budget=30", 0, p05=0.25, before=(0.5, 0.75), after=(0.625, 0.75))
-    settings(folder, **{"dense": "config/dense.py --task=kv4 '--budget=30'",
+    settings(folder, **{"dense": "config/dense.py --task=kv '--budget=30'",
                         "smd task=kv16 budget=40": "config/smd.py --budget=24 --budget=40",
                         "smd budget=30": "config/smd.py --budget=30"})
     return folder
@@ -38,9 +38,9 @@ def filled(folder):
 
 def test_what_is_read(tmp_path):
     dense, long, short = chart.read_points(str(filled(tmp_path / "map")))
-    assert (dense["method"], dense["task"], dense["budget"]) == ("dense", "kv4", "30")
+    assert (dense["method"], dense["task"], dense["budget"]) == ("dense", "kv", "30")
     assert (long["method"], long["task"], long["budget"]) == ("smd", "kv16", "40")
-    assert (short["task"], short["budget"]) == ("kv", "30")  # the task of train.py
+    assert (short["task"], short["budget"]) == ("kv4", "30")  # the task of train.py
     assert (dense["x"], long["x"]) == (0.25, 0.5)
     assert long["compressed"] == dict(before={0: 0.5, 1: 0.5}, after={0: 0.75, 1: 0.875})
     assert long["dense"] == dict(before={0: 0.75, 1: 0.75}, after={0: 0.875, 1: 0.875})

@@ -209,11 +209,11 @@ def test_generate_refuses_in_one_line(argv, says, capsys):
 
 
 def test_generate_prints_the_answer(capsys):
-    asked = ["--prompt=The code for pen is 4817. What is the code for pen?", "--device=cpu",
-             "--window=8", "--sinks=2", "--max_new_tokens=5"]
+    asked = ["--prompt=The code for pin is 4817.\nRepeat each word with its code: pin.",
+             "--device=cpu", "--window=8", "--sinks=2", "--max_new_tokens=5"]
     generate.main([*asked, "--evict=none"])
     answer, facts = capsys.readouterr().out.splitlines()
-    assert "4817" in answer and facts.startswith("[22 prompt tokens, 22 kept")
+    assert answer == " pin 4817<|end|>" and facts.startswith("[22 prompt tokens, 22 kept")
     generate.main([*asked, "--budget=12"])  # control: too few keys
     answer, facts = capsys.readouterr().out.splitlines()
     assert "4817" not in answer and facts.startswith("[22 prompt tokens, 12 kept")

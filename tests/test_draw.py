@@ -6,6 +6,7 @@ import sys
 import pytest
 import torch
 
+from data.tasks import reward
 from experiments import draw
 from grpo import pack
 
@@ -56,12 +57,15 @@ def test_what_the_picture_says_about_this_rollout(drawn):
     assert until[evicted].unique().tolist() == [parts["shadow 1"][0]]
     assert until[kept].unique().tolist() == [len(until)]
     # the code stands where the picture says, and the head that is drawn keeps it
-    _, code = task.answer.split()
-    at = draw.find(ids, tok.encode(code))
-    assert tok.decode([ids[j] for j in at]) == code
+    at = draw.code_in(tok, task, ids)
+    assert task.answer == f"hammer {tok.decode([ids[j] for j in at])}" == "hammer 4934"
     assert set(at) <= set(kept)
-    assert task.answer in draw.responses(tok, rollout)[0]
-    assert task.answer not in draw.responses(tok, rollout)[1]
+    said = draw.responses(tok, rollout)
+    assert said == [" hammer 4934", " hammer 2796"]
+    assert [reward(task, text) for text in said] == [1, 0]
+    question = "\nRepeat each word with its code: hammer.\nAnswer:"
+    assert tok.decode(ids[-draw.WINDOW:]) == question
+    assert (draw.BUDGET, P) == (24, 49)
 
 
 def test_kept_counts(drawn):

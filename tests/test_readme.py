@@ -20,6 +20,7 @@ from rollout import Rollout, generate
 
 ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 PAGES = ["README.md", "docs/results.md", "docs/speed.md", "docs/reproduce.md"]
+OLD = "results/old/README.md"
 
 
 def read(name):
@@ -190,7 +191,7 @@ def test_the_readme_is_short():
     assert "](docs/mask.png)" in read("README.md")
 
 
-@pytest.mark.parametrize("page", PAGES)
+@pytest.mark.parametrize("page", [*PAGES, OLD])
 def test_links_lead_somewhere(page):
     for link in re.findall(r"\]\(([^)\s]+)\)", read(page)):
         if link.startswith("https://"):
@@ -209,6 +210,15 @@ def test_files_that_are_named_exist(page):
     folders = "results|docs|data|config|tests|fast|support|experiments|objectives"
     for path in re.findall(rf"`((?:{folders})/[^`*{{]*)`", read(page)):
         assert os.path.exists(os.path.join(ROOT, path)), path
+
+
+def test_old_results_that_are_named_exist():
+    """They are named from their own folder, what was not moved from the root."""
+    folders = [os.path.join(ROOT, os.path.dirname(OLD)), ROOT]
+    named = re.findall(r"`([\w-]+/[^`*{ ]*)`", read(OLD))
+    assert "embedded/" in named
+    for path in named:
+        assert any(os.path.exists(os.path.join(f, path)) for f in folders), path
 
 
 @pytest.mark.parametrize("page", PAGES)
@@ -312,11 +322,11 @@ def test_the_cliff_is_that_of_the_logs():
 
 
 def test_the_leak_is_that_of_the_logs():
-    rows = [cells(x) for x in read("docs/results.md").splitlines() if x.startswith("| `default-")]
+    rows = [cells(x) for x in read(OLD).splitlines() if x.startswith("| `default-")]
     assert len(rows) == 7
     for names, tokens, reward in rows:
         for name in names.split("`")[1::2]:
-            check_leak("results/embedded/" + name, tokens, reward)
+            check_leak("results/old/embedded/" + name, tokens, reward)
 
 
 def check_leak(name, tokens, reward):

@@ -314,7 +314,7 @@ def test_real_signals(tmp_path):
     """Processes that are cut at random moments, and what a resumed run makes of them (kills.py does
     more of it)."""
     rng, whole, cuts = random.Random(1), str(tmp_path / "whole"), {}
-    often = [*FAST, f"--steps={kills.STEPS}", "--eval_every=1"]
+    often = [*kills.SETTINGS, "--eval_batch=4"]
     for name, phase in (("SIGTERM", "evaluation"), ("SIGHUP", "step"), ("SIGKILL", "checkpoint")):
         out = str(tmp_path / name)
         began = time.time()
@@ -322,6 +322,8 @@ def test_real_signals(tmp_path):
         kills.Cut(child, out, out + ".log", began=began).send(name, phase, rng)
         cuts[name] = out, child
     train_here(*often, f"--out_dir={whole}")
+    first, *rewards = [row["eval_compressed"] for row in read_log(whole)[0]]
+    assert first < rewards[0] == max(rewards)  # two evaluations save best/, as kills.py says
     for name, (out, child) in cuts.items():
         assert child.wait() in kills.codes(name, "none"), open(out + ".log").read()
         train_here(*often, *kills.go_on(out), f"--out_dir={out}")

@@ -673,17 +673,36 @@ def test_checkpoint_has_something_to_learn(checkpoint):
     """Greedy answers are mostly right with the dense cache, and RL under the compressed one has
     room above and ground below."""
     def measured(**kw):
-        return accuracy(answers(checkpoint, 64, **kw))
+        return accuracy(answers(checkpoint, 32, **kw))
 
     greedy, snapkv = dict(group=1, temperature=0.0), dict(evict="snapkv", sinks=2)
-    assert 0.75 <= measured(evict="none", **greedy) <= 0.87                       # was 0.812
-    assert 0.3 <= measured(budget=24, window=16, **snapkv, **greedy) <= 0.6       # was 0.453
-    assert 0.25 <= measured(evict="none", group=4) <= 0.45                        # was 0.352
-    # control: a window of 8 ends behind the key in the question, so the votes miss its code
-    assert measured(budget=40, window=8, **snapkv, group=4) < 0.15                # was 0.066
+    assert measured(evict="none", **greedy) >= 0.97                               # was 1.000
+    assert 0.48 <= measured(budget=56, window=20, **snapkv, **greedy) <= 0.68     # was 0.578
+    assert 0.44 <= measured(evict="none", group=4) <= 0.6                         # was 0.518
+    assert 0.1 <= measured(budget=56, window=20, **snapkv, group=4) <= 0.18       # was 0.137
+    # control: a window of 4 ends behind the keys in the question, so the votes miss their codes
+    assert measured(budget=56, window=4, **snapkv, group=4) < 0.02                # was 0.000
+
+
+def test_the_question_alone_carries_no_code(checkpoint):
+    """The rows of the question were computed while all keys were there, and might have kept what
+    they saw. Sinks and these rows alone earn nothing before training; chosen keys do."""
+    make = dict(group=1, temperature=0.0, sinks=2)
+    alone = accuracy(answers(checkpoint, 24, evict="recent", budget=22, window=8, **make))
+    chosen = accuracy(answers(checkpoint, 24, evict="snapkv", budget=56, window=20, **make))
+    assert alone < 0.05                                                           # was 0.000
+    assert 0.52 <= chosen <= 0.72                                                 # was 0.625
 
 
 def test_checkpoint_speaks(checkpoint):
-    greedy = answers(checkpoint, 3, group=1, temperature=0.0, evict="none")
-    assert [(p.answer, texts) for p, texts in greedy] == [
-        ("9253", [" 9253"]), ("4768", [" 4768"]), ("1501", [" 3829"])]  # the third is wrong
+    def spoken(n, **kw):
+        return [texts for _, texts in answers(checkpoint, n, group=1, temperature=0.0, **kw)]
+
+    right = [[" scarf 4111 comb 3842 radio 1396 spoon 5285"],
+             [" barrel 7402 helmet 3529 pump 7694 doll 1181"],
+             [" quilt 7451 diamond 2893 paint 6533 stool 5943"]]
+    assert spoken(3, evict="none") == right
+    first, second, third = spoken(3, evict="snapkv", budget=56, window=20, sinks=2)
+    assert first == [" scarf 5285 comb 3842 radio 1396 spoon 5285"]
+    assert second == [" barrel 7402 helmet 2791 pump 7694 doll 3366"]
+    assert third == right[2]

@@ -242,14 +242,14 @@ def test_command_line(tmp_path, capsys):
     """A small run on the embedded checkpoint, lengths that do not fit, the figure from the
     numbers alone, refusals in one line."""
     out = str(tmp_path / "out")
-    args = ["--prompts=2", "--group=2", "--lengths=2,3,4,5000", "--layers=last", "--device=cpu",
+    args = ["--prompts=2", "--group=2", "--lengths=4,6,8,5000", "--layers=last", "--device=cpu",
             "--resamples=100", f"--out={out}"]
     pytest.importorskip("matplotlib")
     variance.main(args)
     printed = capsys.readouterr().out
     assert "left out: 5000 tokens" in printed and "gradient, shadow" in printed
     res = json.load(open(os.path.join(out, "variance.json")))
-    assert res["lengths"] == [2, 3, 4]
+    assert res["lengths"] == [4, 6, 8]
     assert all(v < -15 for v in res["weight"]["log_var_shadow"]["value"])
     os.remove(os.path.join(out, "variance.png"))
     variance.main(["--figure", f"--out={out}"])
