@@ -4,6 +4,7 @@ import sys
 
 import pytest
 
+from conftest import ROOT
 from experiments import chart
 
 
@@ -40,7 +41,7 @@ def test_what_is_read(tmp_path):
     dense, long, short = chart.read_points(str(filled(tmp_path / "map")))
     assert (dense["method"], dense["task"], dense["budget"]) == ("dense", "kv4", "30")
     assert (long["method"], long["task"], long["budget"]) == ("smd", "kv16", "40")
-    assert (short["task"], short["budget"]) == ("kv", "30")  # the task of train.py
+    assert (short["task"], short["budget"]) == ("kv4", "30")  # the task of train.py
     assert (dense["x"], long["x"]) == (0.25, 0.5)
     assert long["compressed"] == dict(before={0: 0.5, 1: 0.5}, after={0: 0.75, 1: 0.875})
     assert long["dense"] == dict(before={0: 0.75, 1: 0.75}, after={0: 0.875, 1: 0.875})
@@ -72,6 +73,28 @@ def test_the_map_is_drawn(tmp_path, capsys):
     assert image.shape[:2] == (1120, 1800) and image.std() > 0.02
     assert capsys.readouterr().out == f"map written to {path}\n"
     assert [p.name for p in path.parent.iterdir()] == ["map.png"]
+
+
+def test_more_methods_than_colours(tmp_path):
+    """Colours come round again, that of the line of the dense arm too."""
+    pytest.importorskip("matplotlib")
+    folder = tmp_path / "map"
+    folder.mkdir()
+    names = [f"arm{i}" for i in range(len(chart.COLOURS))] + ["dense"]
+    for name in names:
+        put(folder, name, 0, p05=0.5, before=(0.5, 0.75), after=(0.25, 1.0))
+    settings(folder, **dict.fromkeys(names, "config/any.py --task=kv"))
+    chart.main([str(folder), f"--out={tmp_path / 'map.png'}"])
+    assert (tmp_path / "map.png").exists()
+    assert chart.colour(8) == chart.colour(0) != chart.colour(1)  # control: another one
+
+
+def test_the_folders_of_the_map_hold_logs(monkeypatch):
+    monkeypatch.chdir(ROOT)
+    tasks = [{p["task"] for p in chart.read_points(folder)} for folder in chart.MAP]
+    assert tasks == [{"kv"}, {"kv4"}, {"kv16"}]
+    with pytest.raises(ValueError, match="no log in"):  # control: the folder that holds them
+        chart.read_points("results/map")
 
 
 def test_without_matplotlib_one_line_says_so(tmp_path, monkeypatch):
