@@ -40,6 +40,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from data import tasks
 from data.tokenizer import BYTE_OF, Tokenizer
 from model import Config, Transformer
+from support.run import choose_device, one_line_errors
 
 TINY = os.path.join(os.path.dirname(os.path.abspath(__file__)), "tiny")
 
@@ -275,10 +276,12 @@ def main(out_dir=TINY, device="cpu", stage=1):
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     torch.use_deterministic_algorithms(True)
     torch.manual_seed(seed)
-    raw = write_json(out_dir)
-    tok, model = Tokenizer(out_dir), new_model(raw)
-    if stage == 3:
+    if stage == 3:  # first, so that a folder without weights stays as it is
         model = Transformer.from_pretrained(out_dir)
+    raw = write_json(out_dir)
+    if stage < 3:
+        model = new_model(raw)
+    tok = Tokenizer(out_dir)
     model.to(device)
     keys = {tok.encode(" " + thing)[0] for thing in tasks.THINGS}
     numbers = {tok.encode(f"{n:0{d}d}")[0] for d in (1, 2, 3) for n in range(10 ** d)}
@@ -335,4 +338,6 @@ if __name__ == "__main__":
     a.add_argument("--stage", type=int, default=1, choices=(1, 3),
                    help="3: the last stage alone, from the weights in FOLDER")
     a = a.parse_args()
-    main(a.folder, a.device, a.stage)
+    with one_line_errors(ValueError, OSError):
+        choose_device(a)
+        main(a.folder, a.device, a.stage)

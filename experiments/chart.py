@@ -1,7 +1,7 @@
 """
 The map: how far eviction moves the policy before training, and what each way to train makes of it.
 
-    python -m experiments.chart results/map     # draws docs/map.png; needs matplotlib
+    python -m experiments.chart     # draws docs/map.png of results/map; needs matplotlib
 
 The idea. A budget is a number of keys, which says little of another model or task. What budgets and
 answer lengths have in common is the policy: across the map stands the 5th percentile of the
@@ -22,6 +22,7 @@ from support.configurator import Arguments, make_folder
 from support.run import one_line_errors, tell
 
 STABLE = 0.86  # Sparrow's threshold
+MAP = ["results/map/kv", "results/map/kv4", "results/map/kv16"]
 TOKENS = {"kv": 4, "kv4": 16, "kv16": 64}  # of an answer
 MARKERS = "osD^vP"
 GREY = "#777777"
@@ -61,12 +62,17 @@ def title(task):
     return f"{task}: answers of {TOKENS[task]} tokens" if task in TOKENS else task
 
 
+def colour(i):
+    """Of method i; they come round again."""
+    return COLOURS[i % len(COLOURS)]
+
+
 def draw_panel(ax, points, methods, cache):
     """One task under one cache."""
     for i, method in enumerate(methods):
         shift = 0.008 * (i - (len(methods) - 1) / 2)  # budgets have one x for all methods
         mine = sorted((p for p in points if p["method"] == method), key=lambda p: p["x"])
-        style = dict(color=COLOURS[i % len(COLOURS)], marker=MARKERS[i % len(MARKERS)])
+        style = dict(color=colour(i), marker=MARKERS[i % len(MARKERS)])
         style["mfc"] = style["color"] if cache == "compressed" else "white"
         for p in mine:
             seeds = [*p[cache]["after"].values()]
@@ -79,7 +85,7 @@ def draw_panel(ax, points, methods, cache):
     ax.plot(*zip(*began), color=GREY, lw=1, ls=":", label="before training")
     best = [x for p in points if p["method"] == "dense" for x in p["dense"]["after"].values()]
     if best:
-        ax.axhline(fmean(best), color=COLOURS[methods.index("dense")], lw=0.8, ls="--",
+        ax.axhline(fmean(best), color=colour(methods.index("dense")), lw=0.8, ls="--",
                    label="dense, served dense")
     ax.axvline(STABLE, color=GREY, lw=0.8)
     ax.set(xlim=(-0.03, 1.03), ylim=(-0.02, 1.02), ylabel=f"served {cache}")
@@ -130,7 +136,7 @@ def draw(points, path):
 
 def main(argv=None):
     a = Arguments(prog="chart", description="draw reward against acceptance before training")
-    a.add_argument("folders", nargs="*", default=["results/map"], help="logs, as ablate keeps them")
+    a.add_argument("folders", nargs="*", default=MAP, help="logs, as ablate keeps them")
     a.add_argument("--out", default="docs/map.png", help="a .png")
     a = a.parse_args(argv)
     with one_line_errors(ValueError, OSError):

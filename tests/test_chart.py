@@ -4,6 +4,7 @@ import sys
 
 import pytest
 
+from conftest import ROOT
 from experiments import chart
 
 
@@ -72,6 +73,28 @@ def test_the_map_is_drawn(tmp_path, capsys):
     assert image.shape[:2] == (1120, 1800) and image.std() > 0.02
     assert capsys.readouterr().out == f"map written to {path}\n"
     assert [p.name for p in path.parent.iterdir()] == ["map.png"]
+
+
+def test_more_methods_than_colours(tmp_path):
+    """Colours come round again, that of the line of the dense arm too."""
+    pytest.importorskip("matplotlib")
+    folder = tmp_path / "map"
+    folder.mkdir()
+    names = [f"arm{i}" for i in range(len(chart.COLOURS))] + ["dense"]
+    for name in names:
+        put(folder, name, 0, p05=0.5, before=(0.5, 0.75), after=(0.25, 1.0))
+    settings(folder, **dict.fromkeys(names, "config/any.py --task=kv"))
+    chart.main([str(folder), f"--out={tmp_path / 'map.png'}"])
+    assert (tmp_path / "map.png").exists()
+    assert chart.colour(8) == chart.colour(0) != chart.colour(1)  # control: another one
+
+
+def test_the_folders_of_the_map_hold_logs(monkeypatch):
+    monkeypatch.chdir(ROOT)
+    tasks = [{p["task"] for p in chart.read_points(folder)} for folder in chart.MAP]
+    assert tasks == [{"kv"}, {"kv4"}, {"kv16"}]
+    with pytest.raises(ValueError, match="no log in"):  # control: the folder that holds them
+        chart.read_points("results/map")
 
 
 def test_without_matplotlib_one_line_says_so(tmp_path, monkeypatch):

@@ -2,6 +2,7 @@
 import json
 import os
 import re
+import runpy
 
 import numpy as np
 import pytest
@@ -652,6 +653,20 @@ def test_checkpoint_is_small_and_its_tokenizer_is_reproducible(checkpoint, tmp_p
     write_json(str(tmp_path))
     for name in ("tokenizer.json", "tokenizer_config.json", "generation_config.json"):
         assert (tmp_path / name).read_bytes() == open(os.path.join(MODEL, name), "rb").read()
+
+
+@pytest.mark.parametrize("args, says", [
+    (["--stage=3"], "folder' is neither a local folder"),
+    (["--stage=3", "--device=tpu"], "device must be auto, cpu, cuda or cuda:N, got 'tpu'")])
+def test_pretraining_refuses_before_it_writes(args, says, tmp_path, monkeypatch):
+    folder = tmp_path / "folder"
+    monkeypatch.setattr("sys.argv", ["pretrain", str(folder), *args])
+    monkeypatch.setattr("torch.use_deterministic_algorithms", bool)  # not for the other tests
+    monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", "")
+    with pytest.raises(SystemExit) as e:
+        runpy.run_module("data.pretrain", run_name="__main__")
+    assert says in str(e.value) and str(e.value).startswith("error: ")
+    assert not folder.exists()
 
 
 def test_checkpoint_tokenizer(checkpoint):
