@@ -228,8 +228,8 @@ def test_commands_and_options_exist(page):
         assert importlib.util.find_spec(module), module
     for file in re.findall(r"python (\w+\.py)", text.replace("level: `python ablate.py`", "")):
         assert os.path.exists(os.path.join(ROOT, file)), file
-    own = {"seconds", "runs", "help", "seeds", "jobs", "threads", "out", "keep", "table",
-           "lengths", "layers", "quick", "prompt", "key"}
+    own = {"seconds", "runs", "help", "seeds", "first", "jobs", "threads", "out", "keep", "table",
+           "compare", "stage", "lengths", "layers", "quick", "prompt", "key"}
     for key in re.findall(r"--(\w+)", text):
         assert key in train.DEFAULTS or key in own, key
     for name in re.findall(r"config/(\w+)\.py", text):
