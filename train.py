@@ -96,7 +96,7 @@ beta = 0.1               # dpo: strength of the pull to the initial weights; 0.0
 micro_rows = 16384       # packed rows per forward pass of the learner; lower it if memory runs out
 checkpointing = False    # keep less for the backward pass, a fifth more time; for long prompts
 # optimizer: AdamW on fp32 masters
-steps = 60
+steps = 40
 lr = 3e-4
 warmup = 5               # steps of linear warm-up
 beta2 = 0.95
