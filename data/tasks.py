@@ -495,7 +495,13 @@ class Problems:
         return replace(p, thinks=self.thinks)
 
 
-if __name__ == "__main__":
-    for name in TASKS:  # a stand-in for a tokenizer: one token per word
-        p = problem(name, "train", 0, 0, tokens=100, encode=str.split)
+def show():
+    """Print a problem of each task. A stand-in for a tokenizer: one token per word."""
+    for name in TASKS:
+        tokens = {"kv4": 110, "kv16": 440}.get(name, 100)
+        p = problem(name, "train", 0, 0, tokens=tokens, encode=str.split)
         print(f"[{name}] {len(p.text.split())} words\n{p.text}\n-> {p.answer}\n")
+
+
+if __name__ == "__main__":
+    show()

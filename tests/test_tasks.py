@@ -346,6 +346,13 @@ def test_splits_share_no_prompt(task):
     assert train == texts("train", 0)  # control: the comparison can find what is shared
 
 
+def test_one_of_each_is_shown(capsys):
+    tasks.show()
+    out = capsys.readouterr().out
+    assert re.findall(r"^\[(\w+)\]", out, re.M) == list(TASKS)
+    assert len(re.findall(r"^-> (\w+ \d{4} ?){16}$", out, re.M)) == 1
+
+
 def test_unknown_names():
     with pytest.raises(ValueError, match="unknown task 'nedle': one of needle, kv"):
         made("nedle", "train", 0, 0, tokens=100)
