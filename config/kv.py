@@ -3,4 +3,4 @@ task = "kv"
 prompt_tokens = 192
 max_new_tokens = 5
 window = 16
-budget = 40
+budget = 41

@@ -3,4 +3,4 @@ task = "kv16"
 prompt_tokens = 704
 max_new_tokens = 65
 window = 44
-budget = 200
+budget = 300
