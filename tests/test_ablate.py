@@ -297,6 +297,8 @@ def test_a_signal_lets_every_run_save(fake, capsys, name):
     out, run = fake
     (out / "slow").touch()
     number = getattr(signal, name)
+    if signal.getsignal(number) == signal.SIG_IGN:  # these tests run under nohup
+        signal.signal(number, signal.SIG_DFL)
     before = signal.getsignal(number)
     when_ready(out, number)
     code, calls = run("--seeds=2", "--jobs=2")
