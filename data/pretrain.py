@@ -69,7 +69,7 @@ eval_every = 50          # steps, once most tokens are there
 eval_tokens = {"kv": 192, "kv4": 256, "kv16": 704}
 target = 0.6             # of kv16
 # stage 3
-doubt = 0.4              # probability that a code in an answer is another one
+doubt = 0.4              # probability that a code in an answer is drawn from the whole list
 doubt_steps = 60
 
 STOP = "<|end|>"

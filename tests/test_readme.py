@@ -15,6 +15,8 @@ import train
 from conftest import share_of_digits
 from data import tasks
 from data.tokenizer import Tokenizer
+from experiments.ablate import load, results
+from experiments.ttest import interval
 from model import Transformer
 from rollout import Rollout, generate
 
@@ -310,7 +312,7 @@ def test_the_comparisons_are_those_of_the_logs():
 
 
 def test_the_cliff_is_that_of_the_logs():
-    found = tables("results/cliff/table.md")
+    found, checked = tables("results/cliff/table.md"), 0
     for line in section(read("docs/results.md"), "The cliff").splitlines():
         row = cells(line)
         for on, cell in zip(("all", "reward"), row[1:]):
@@ -319,6 +321,61 @@ def test_the_cliff_is_that_of_the_logs():
                 pairs = zip(*(found[cache][name][3].split()
                               for cache in ("Served compressed", "Served dense")))
                 assert cell == ", ".join(f"{a}/{b}" for a, b in pairs)
+                checked += 1
+    assert checked == 6
+
+
+def test_what_is_said_beside_the_tables():
+    """Differences that no table of ablate.py has, from the kept logs."""
+    text = " ".join(read("docs/results.md").split())
+    arms, cliff = load("results/arms"), load("results/cliff")
+    smd, shadow = arms["smd lr=1e-3"], arms["shadow lr=3e-4"]
+    on = {name: cliff[f"smd distill=0.1 distill_on={name}"] for name in ("all", "reward")}
+
+    def shown(values, digits=3, sign="+"):
+        mean, half = interval(values)
+        low, high = f"{mean - half:{sign}.{digits}f}", f"{mean + half:{sign}.{digits}f}"
+        return f"{mean:{sign}.{digits}f} [{low}, {high}]"
+
+    def less(a, b, key):
+        x, y = results(a, key), results(b, key)
+        return [x[seed] - y[seed] for seed in sorted(x.keys() & y.keys())]
+
+    compressed, dense = "eval_compressed", "eval_dense"
+    gain = [x - smd["logs"][seed][0][compressed] for seed, x in results(smd, compressed).items()]
+    loss = [smd["logs"][seed][0][dense] - x for seed, x in results(smd, dense).items()]
+    assert f"gains {shown(gain, sign='')} on" in text
+    assert f"pays {shown(loss, sign='')} of" in text
+    for name in on:
+        for key in (compressed, dense):
+            assert shown(less(on[name], shadow, key)) in text, (name, key)
+    assert f"by {shown(less(on['all'], on['reward'], compressed), sign='')} and" in text
+    assert f"and {shown(less(on['all'], on['reward'], dense), digits=4, sign='')}." in text
+    assert shown(less(on["all"], smd, compressed)) not in text  # control: another difference
+
+
+def codes_right(name):
+    """Of each answer in a file of samples: the fraction of codes right, None in another form."""
+    found = re.findall(r">>> '(.*?)' \(answer (.*?)\) reward", read(f"results/arms/samples/{name}"))
+    return [tasks.in_form(text.replace("<|end|>", "").strip(), gold)
+            if re.fullmatch(re.sub(r"\d{4}", r"\\d{4}", gold), text.replace("<|end|>", "").strip())
+            else None for text, gold in found]
+
+
+def test_form_and_codes_are_those_of_the_samples():
+    text = read("docs/results.md")
+    for name, title in (("before-0.txt", "before training"), ("smd-0.txt", "smd, step 100"),
+                        ("naive-0.txt", "naive, step 100")):
+        answers = codes_right(name)
+        formed = [x for x in answers if x is not None]
+        assert len(answers) == 1024
+        row = (f"| {title} | {len(formed) / 1024:.3f} | {statistics.fmean(formed):.3f} "
+               f"| {sum(formed) / 1024:.3f} |")
+        assert row in text
+    both = [(a, b) for a, b in zip(codes_right("before-0.txt"), codes_right("smd-0.txt"))
+            if a is not None and b is not None]
+    first, last = (statistics.fmean(x) for x in zip(*both))
+    assert f"({first:.3f}, then {last:.3f})" in text
 
 
 def test_the_leak_is_that_of_the_logs():
