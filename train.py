@@ -107,6 +107,7 @@ eval_every = 20          # steps; also before step 0 and at the end
 eval_problems = 128      # how many
 eval_final = 128         # how many before step 0 and in the last two; 1024 in experiments
 eval_batch = 128         # problems decoded at once
+eval_evict = "auto"      # its compressed cache: auto (as evict; snapkv where that is none), a name
 save_every = 20          # steps between checkpoints and between samples
 
 DEFAULTS = {key: value for key, value in globals().items()
@@ -115,7 +116,8 @@ CHOICES = dict(
     evict=list(EVICT), spread=list(SPREAD), objective=list(OBJECTIVES), learner=["shadow", "dense"],
     distill_to=["dense", "shadow"], distill_on=["all", "reward"], teacher=["other", "initial"],
     correction=["none", *CORRECTIONS], ratio_to=["learner", "sampler"], norm=list(NORMS),
-    dtype=["auto", "float32", "bfloat16"])
+    dtype=["auto", "float32", "bfloat16"],
+    eval_evict=["auto", *(name for name in EVICT if name != "none")])
 CUTS = "it cuts the support the learner scores, so every ratio would be biased"
 REFUSED = dict(top_p=CUTS, top_k=CUTS, min_p=CUTS)
 MANY = 10**9
@@ -414,14 +416,18 @@ def check_best(run):
 
 def eviction_of(c, method=None):
     """The settings that say which keys a rollout keeps."""
+    method = method or c.evict
+    responses = None if method == "none" else c.response_budget or None
     return Eviction(
-        method=method or c.evict, budget=c.budget, window=c.window, sinks=c.sinks, pool=c.pool,
-        response_budget=c.response_budget or None, period=c.period, spread=c.spread)
+        method=method, budget=c.budget, window=c.window, sinks=c.sinks, pool=c.pool,
+        response_budget=responses, period=c.period, spread=c.spread)
 
 
 def eviction_of_evaluation(c):
-    """Those of the held-out evaluation with a compressed cache: where training evicts nothing,
-    SnapKV with the same numbers, so that all arms can be compared."""
+    """Those of the held-out evaluation with a compressed cache, which is one for all arms that are
+    to be compared: the method may be named for those that train without eviction."""
+    if c.eval_evict != "auto":
+        return eviction_of(c, c.eval_evict)
     return eviction_of(c, "snapkv" if c.evict == "none" else c.evict)
 
 
@@ -515,7 +521,9 @@ def needs_initial(c):
 def response_keys(c):
     """Most keys of a response that are held at once, per layer and KV head."""
     own = c.max_new_tokens - 1
-    return min(own, c.response_budget + c.period) if c.response_budget else own
+    if c.evict == "none" or not c.response_budget:
+        return own
+    return min(own, c.response_budget + c.period)
 
 
 def check_memory(c, net):

@@ -168,6 +168,8 @@ def request(texts, common, seeds):
 def start_of(c):
     """What arms that begin with the same rewards have in common."""
     keys = START if c.evict == "none" else START + START_EVICT
+    if c.eval_evict != "auto":
+        keys += ("eval_evict",)
     return " ".join(f"{k}={os.path.basename(str(getattr(c, k)))}" for k in keys)
 
 

@@ -1,0 +1,22 @@
+# Qwen2.5-0.5B-Instruct reasons about grade-school mathematics in up to 256 tokens, while the sampler
+# drops keys of what it wrote; prompts are kept whole
+model = "Qwen/Qwen2.5-0.5B-Instruct"
+out_dir = "out-gsm8k"
+task = "gsm8k/train.jsonl"
+prompt_tokens = 320
+prompts = 8
+max_new_tokens = 256
+evict = "rkv"
+eval_evict = "rkv"
+budget = 1024
+response_budget = 64
+period = 32
+window = 8
+norm = "token"
+steps = 80
+lr = 3e-6
+eval_every = 20
+eval_problems = 128
+eval_final = 512
+eval_batch = 512
+micro_rows = 32768
