@@ -324,12 +324,12 @@ def facts(rollout, rewards):
 
 def evaluate(net, tok, problems, c, eviction, n, run=None):
     """Greedy reward on the first n held-out problems under `eviction`, the same for every seed.
-    -> dict of reward, samples (a line per problem) and, if keys are evicted, accept and accept_p05:
-    how much of the dense policy the sparse one covers, the sum over the vocabulary of
-    min(p_dense, p_shadow), mean and 5th percentile over tokens. None if run is interrupted between
-    two batches."""
+    -> dict of reward, length (mean, in tokens), samples (a line per problem) and, if keys are
+    evicted, accept and accept_p05: how much of the dense policy the sparse one covers, the sum over
+    the vocabulary of min(p_dense, p_shadow), mean and 5th percentile over tokens. None if run is
+    interrupted between two batches."""
     dense = eviction.method == "none"
-    rewards, samples, overlap = [], [], []
+    rewards, samples, overlap, tokens = [], [], [], 0
     for start in range(0, n, c.eval_batch):
         if run and run.interrupted:
             return None
@@ -342,13 +342,14 @@ def evaluate(net, tok, problems, c, eviction, n, run=None):
         for problem, (text,), (x,) in zip(batch, decode(tok, r), judged):
             rewards.append(x)
             samples.append(sample(problem, text, x))
+        tokens += r.lengths.sum().item()
         for indices in micro_batches(r, 2, c.micro_rows):
             if not dense:
                 with torch.no_grad():
                     out = replay(net, r.select(indices), stats=True)
                 overlap.append(out["accept"][r.mask[indices]].cpu())
     say("")
-    log = dict(reward=sum(rewards) / n, samples=samples)
+    log = dict(reward=sum(rewards) / n, length=tokens / n, samples=samples)
     if overlap:
         overlap = torch.cat(overlap)
         log.update(accept=overlap.mean().item(), accept_p05=overlap.quantile(0.05).item())
@@ -375,7 +376,8 @@ def evaluate_both(c, run, net, tok, problems):
         return
     e = dict(
         step=run.step, problems=n, eval_compressed=sparse["reward"], eval_dense=dense["reward"],
-        eval_accept=sparse["accept"], eval_accept_p05=sparse["accept_p05"])
+        eval_accept=sparse["accept"], eval_accept_p05=sparse["accept_p05"],
+        eval_length=sparse["length"], eval_length_dense=dense["length"])
     best = run.memory.get("best")
     if best is None or e["eval_compressed"] > best["eval_compressed"]:
         run.memory["best"] = e

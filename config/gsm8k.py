@@ -1,6 +1,6 @@
-# Qwen2.5-0.5B-Instruct reasons about grade-school mathematics in up to 256 tokens, while the sampler
-# drops keys of what it wrote; prompts are kept whole
-model = "Qwen/Qwen2.5-0.5B-Instruct"
+# Qwen2.5-Coder-0.5B-Instruct works out grade-school problems (GSM8K) in up to 256 tokens while the
+# sampler drops keys of what it wrote; prompts are kept whole
+model = "Qwen/Qwen2.5-Coder-0.5B-Instruct"
 out_dir = "out-gsm8k"
 task = "gsm8k/train.jsonl"
 prompt_tokens = 320
@@ -19,4 +19,4 @@ eval_every = 20
 eval_problems = 128
 eval_final = 512
 eval_batch = 512
-micro_rows = 32768
+save_every = 40

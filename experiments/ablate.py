@@ -17,8 +17,9 @@ and can be repeated by hand. What was finished is never run again and what was b
 on: after an interrupt, or with more seeds, say the same command. Ctrl-C, SIGTERM and SIGHUP
 go on to every run, which saves; on Linux they also do when this program is killed. On GPUs
 each of the `jobs` workers has a card; with more jobs than cards they share, and minutes are
-then no measure of speed. A finished run needs only log.jsonl and config.json: ckpt.pt and
-model/ may be deleted (model/ alone would be written again).
+then no measure of speed. A finished run needs only log.jsonl and config.json: ckpt.pt, model/
+and best/ may be deleted, which --lean=True does at its end (model/ alone would be written
+again).
 
 Table and figure see a log only after `compact`, which keeps what they need at 6 significant
 digits; that is also what --keep writes, so kept logs give the same table. Runs that did not
@@ -38,6 +39,7 @@ import json
 import os
 import re
 import shlex
+import shutil
 import signal
 import subprocess
 import sys
@@ -73,6 +75,7 @@ OPTIONS = dict(
     out="out-ablate",  # a run is OUT/ARM/SEED, what it prints OUT/ARM/SEED/train.log
     compare="",        # ARM/ARM/compressed or ARM/ARM/dense, three at most: A/B/dense,A/C/dense
     keep="",           # a folder; logs are also copied there, small, as ARM-SEED.jsonl
+    lean=False,        # --lean=True: of a run that ended only what is small stays
     table=False,       # --table: no runs, only table and figure of what is there
 )
 RANGES = dict(seeds=(1, 1000), first=(0, 10**6), jobs=(1, 1000), threads=(1, 1000))
@@ -379,7 +382,17 @@ def report(name, path, code, seconds, stopped):
     return f"{name}: {how} {after}: {why} (exit code {code}, {path}/train.log)", False
 
 
-def run_all(todo, jobs, threads):
+def strip(path):
+    """Delete the weights of a run that ended."""
+    for file in glob.glob(os.path.join(glob.escape(path), "ckpt*.pt")):
+        os.remove(file)
+    for name in ("model", "best"):
+        weights = os.path.join(path, name)
+        if os.path.isdir(weights):
+            shutil.rmtree(weights)
+
+
+def run_all(todo, jobs, threads, lean=False):
     """Run (name, out_dir, arguments) of todo, `jobs` at a time. -> how many did not finish. A
     signal goes on to every run; when all have saved: exit code 128 + signal."""
     waiting, working, devices = todo[::-1], {}, cards()
@@ -416,6 +429,8 @@ def run_all(todo, jobs, threads):
                                             seconds=time.time() - start)
                     done += 1
                     failed += not finished
+                    if finished and lean:
+                        strip(path)
                     tell(f"{line} [{done} of {len(todo)}]")
     finally:  # whatever went wrong here, no run outlives it
         for _, _, process, _ in working.values():
@@ -433,7 +448,8 @@ def run_all(todo, jobs, threads):
 
 KEPT = ("kind", "step", "reward", "loss", "kl", "gap", "gap_max", "weight", "rejected", "accept",
         "accept_p05", "entropy", "equal", "truncated", "tokens", "length", "grad_norm", "lr",
-        "problems", "eval_compressed", "eval_dense", "eval_accept", "eval_accept_p05", "seconds")
+        "problems", "eval_compressed", "eval_dense", "eval_accept", "eval_accept_p05",
+        "eval_length", "eval_length_dense", "seconds")
 KV = ("kv_kept", "kv_dense", "kv_dense_shared")  # of the last step only
 
 
@@ -895,7 +911,7 @@ def run_missing(options, texts, common, named):
     runs = len(arms) * len(seeds)
     tell(f"{len(arms)} arms x {options.seeds} seeds: {len(todo)} runs to do, "
          f"{runs - len(todo)} done before")
-    return run_all(todo, options.jobs, options.threads)
+    return run_all(todo, options.jobs, options.threads, lean=options.lean)
 
 
 def main(argv):

@@ -769,7 +769,7 @@ def test_evaluate(monkeypatch):
     assert again.pop("samples") == got.pop("samples")
     assert again == pytest.approx(got, rel=1e-4)
     dense = train.evaluate(net, tok, problems, c, eviction=Eviction("none"), n=6)
-    assert dense.keys() == {"reward", "samples"} and dense["reward"] > 0
+    assert dense.keys() == {"reward", "length", "samples"} and dense["reward"] > 0
     few = Eviction("recent", budget=4, window=2, sinks=1)
     narrow = train.evaluate(net, tok, problems, c, eviction=few, n=6)
     assert narrow["accept"] < got["accept"]  # control
