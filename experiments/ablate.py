@@ -36,6 +36,7 @@ is killed.
 import ctypes
 import glob
 import json
+import math
 import os
 import re
 import shlex
@@ -827,7 +828,10 @@ def spread_of(ax, arms, key):
 def draw_reward(ax, arms, cache):
     ends = curve(ax, arms, CACHES[cache])
     more = spread_of(ax, arms, CACHES[cache])
-    ax.set(ylabel="held-out reward", ylim=(0, 1), title=f"Served {cache}{more}")
+    highest = max((max(s) for key in CACHES.values() for a in arms.values()
+                   for s in series(a, key) if s), default=1)
+    top = min(1, math.ceil(11 * highest) / 10)  # of both panels, which are to be compared
+    ax.set(ylabel="held-out reward", ylim=(0, top), title=f"Served {cache}{more}")
     return ends
 
 

@@ -72,6 +72,12 @@ if name == "naive.py" and o["seed"] == "1" and not os.path.exists(os.path.join(o
     sys.exit("error: the update is not finite")
 with open(inside("log.jsonl"), "w") as f:
     f.writelines(json.dumps(r) + "\\n" for r in made(int(o["steps"]), int(o["seed"])))
+for name in ("model", "best"):
+    os.makedirs(inside(name), exist_ok=True)
+    with open(os.path.join(inside(name), "run.json"), "w") as f:
+        json.dump(dict(step=int(o["steps"]), files=["run.json"]), f)
+for name in ("ckpt.pt", "ckpt-previous.pt"):
+    open(inside(name), "w").close()
 """
 
 
@@ -276,6 +282,25 @@ def test_a_failing_run_stops_no_other(fake, capsys):
     assert code == 0 and len(calls) == 2 and main("--table", f"--out={out}") == 0
     text = (out / "table.md").read_text()
     assert "counted nowhere: naive seed 1, naive seed 2, naive seed 3, shadow seed 1" in text
+
+
+def test_lean_runs_keep_their_logs_alone(fake):
+    """The weights of a run that ended go; one that failed keeps what it has."""
+    out, run = fake
+    assert run("--seeds=1")[0] == 0
+    whole = {"ckpt.pt", "ckpt-previous.pt", "model", "best"}
+    logs = {"config.json", "log.jsonl", "train.log"}
+    assert set(os.listdir(out / "shadow" / "0")) == whole | logs  # control
+    code, calls = run("--seeds=2", "--lean=True")
+    assert code == 1 and len(calls) == 2  # naive with seed 1 fails
+    assert set(os.listdir(out / "shadow" / "1")) == logs
+    assert set(os.listdir(out / "shadow" / "0")) == whole | logs  # it was not asked to be lean
+    (out / "naive" / "1" / "ckpt.pt").touch()
+    assert run("--seeds=2", "--lean=True")[0] == 1 and (out / "naive" / "1" / "ckpt.pt").exists()
+    (out / "mended").touch()
+    assert run("--seeds=2", "--lean=True")[0] == 0
+    assert set(os.listdir(out / "naive" / "1")) == logs
+    assert run("--seeds=2") == (0, [])  # nothing is run again for want of weights
 
 
 def when_ready(out, *numbers):

@@ -231,7 +231,7 @@ def test_commands_and_options_exist(page):
     for file in re.findall(r"python (\w+\.py)", text.replace("level: `python ablate.py`", "")):
         assert os.path.exists(os.path.join(ROOT, file)), file
     own = {"seconds", "runs", "help", "seeds", "first", "jobs", "threads", "out", "keep", "table",
-           "compare", "stage", "lengths", "layers", "quick", "prompt", "key"}
+           "compare", "lean", "stage", "lengths", "layers", "quick", "prompt", "key"}
     for key in re.findall(r"--(\w+)", text):
         assert key in train.DEFAULTS or key in own, key
     for name in re.findall(r"config/(\w+)\.py", text):
@@ -376,6 +376,84 @@ def test_form_and_codes_are_those_of_the_samples():
             if a is not None and b is not None]
     first, last = (statistics.fmean(x) for x in zip(*both))
     assert f"({first:.3f}, then {last:.3f})" in text
+
+
+def gsm8k(title):
+    """Rows of the tables of a part of that section: first cell -> cells, without bold."""
+    part = section(read("docs/results.md"), "GSM8K: a real model, long answers, keys evicted while "
+                                            "they are written").split(title)[1]
+    rows = [cells(x.replace("**", "")) for x in part.splitlines() if x.startswith("| ")]
+    return {row[0]: row for row in rows[::-1]}  # of equal first cells those of the first table
+
+
+def test_the_pilot_of_gsm8k_is_that_of_the_logs():
+    rows = gsm8k("*First plan")
+    for length, keys in ((256, 128), (256, 96), (256, 64), (256, 48), (256, 32), (256, 24),
+                         (512, 96), (512, 64), (512, 48), (512, 32)):
+        first, step = log(f"results/gsm8k/pilot/{length}-{keys}.jsonl")[:2]
+        assert rows[f"{length}, {keys}"][1:] == [
+            f"{first['eval_compressed']:.3f}", f"{first['eval_dense']:.3f}",
+            f"{step['accept_p05']:.2f}"]
+
+
+@pytest.mark.parametrize("folder, title, rates", [
+    ("tune-512-32", "There (seed 100", ("3e-6", "1e-5")),
+    ("tune", "Rates, seed 100", ("1e-6", "3e-6"))])
+def test_the_rates_of_gsm8k_are_those_of_the_logs(folder, title, rates):
+    """Each arm at each rate; what the arm was given afterwards is the better."""
+    found, rows = load(f"results/gsm8k/{folder}"), gsm8k(title)
+    for arm in ("dense", "naive", "shadow", "smd"):
+        both = []
+        for column, rate in enumerate(rates, 1):
+            run = found[f"{arm} lr={rate}"]
+            both.append([results(run, f"eval_{x}").get(100) for x in ("compressed", "dense")])
+            said = rows[arm][column]
+            if None in both[-1]:
+                assert said == "" and (arm, rate) == ("smd", "1e-6")
+            else:
+                assert said == "{:.3f} / {:.3f}".format(*both[-1])
+        if folder == "tune" and arm != "smd":
+            chosen = max(zip(both, rates), key=lambda x: sum(x[0]))[1]
+            assert f"{arm} lr={chosen}" in load("results/gsm8k")
+
+
+def test_gsm8k_is_that_of_the_logs():
+    found, rows = load("results/gsm8k"), gsm8k("*What was run*")
+    for name in ("dense lr=3e-6", "naive lr=1e-6", "shadow lr=3e-6"):
+        arm, _, rate = name.partition(" lr=")
+        _, lr, compressed, dense, gap, cut, length = rows[arm]
+        run, ends = found[name], {}
+        assert lr == rate and sorted(run["logs"]) == [0, 1, 2, 3]
+        for key, said in (("eval_compressed", compressed), ("eval_dense", dense)):
+            mean, half = interval([*results(run, key).values()])
+            assert said == f"{mean:.3f} [{mean - half:.3f}, {mean + half:.3f}]"
+        for key in ("gap", "truncated"):
+            logs = [[r[key] for r in x if key in r] for x in run["logs"].values()]
+            ends[key] = [statistics.fmean(statistics.fmean(part) for part in parts) for parts in
+                         ([x[:10] for x in logs], [x[-10:] for x in logs])]
+        assert gap == ", ".join(f"{x:.2g}" for x in ends["gap"])
+        assert cut == ", ".join(f"{x:.2f}" for x in ends["truncated"])
+        first, last = ([x[i]["eval_length"] for x in run["logs"].values()] for i in (0, -1))
+        assert length == f"{statistics.fmean(first):.0f}, {statistics.fmean(last):.0f}"
+    shadow = results(found["shadow lr=3e-6"], "eval_compressed")
+    naive = results(found["naive lr=1e-6"], "eval_compressed")
+    each = [shadow[seed] - naive[seed] for seed in range(4)]
+    mean, half = interval(each)
+    row = rows["shadow - naive, served compressed"]
+    assert row[1] == f"{mean:+.3f} [{mean - half:+.3f}, {mean + half:+.3f}]"
+    assert row[2].split() == [f"{x:+.3f}" for x in each]
+    assert row[1] in read("docs/results.md").split("## The task")[0]  # and claim by claim
+    unfinished = {}
+    for arm in ("smd,lr=3e-6", "naive,lr=1e-6"):
+        for seed in range(4):
+            at_60 = [x for x in log(f"results/gsm8k/{arm}-{seed}.jsonl")
+                     if x["kind"] == "eval" and x["step"] == 60]
+            unfinished[arm[:3], seed] = at_60[0]["eval_dense"]
+    each = [unfinished["smd", seed] - unfinished["nai", seed] for seed in range(4)]
+    mean, half = interval(each)
+    row = rows["smd - naive, served dense"]
+    assert row[1].endswith(f" {mean:+.3f} [{mean - half:+.3f}, {mean + half:+.3f}]")
+    assert row[2].split() == [f"{x:+.3f}" for x in each]
 
 
 def test_the_leak_is_that_of_the_logs():

@@ -151,6 +151,7 @@ def test_problem_files(tmp_path):
     ("distill_on must be one of all, reward", ["--distill_on=none"]),
     ("teacher must be one of other, initial", ["--teacher=self"]),
     ("response_budget 16 must be above the window of 16", ["--response_budget=16", "--window=16"]),
+    ("eval_evict must be one of auto, snapkv", ["--eval_evict=none"]),
     ("period must be between 1 and", ["--period=0"]),
     ("which objective=dpo does not have", ["config/tis.py", "--objective=dpo"]),
     ("lam must be between 0 and 1", ["--lam=1.5"]),
@@ -761,6 +762,7 @@ def test_evaluate(monkeypatch):
     with torch.no_grad():
         accept = replay(net, r, stats=True)["accept"][r.mask]
     assert got["reward"] == pytest.approx(sum(map(share_of_digits, batch, texts)) / 6)
+    assert got["length"] == r.lengths.float().mean().item()
     assert got["accept"] == pytest.approx(accept.mean().item(), rel=1e-4)
     assert got["accept_p05"] == pytest.approx(accept.quantile(0.05).item(), rel=1e-4)
 
@@ -773,6 +775,38 @@ def test_evaluate(monkeypatch):
     few = Eviction("recent", budget=4, window=2, sinks=1)
     narrow = train.evaluate(net, tok, problems, c, eviction=few, n=6)
     assert narrow["accept"] < got["accept"]  # control
+
+
+def test_which_compressed_cache_evaluates():
+    """An arm that evicts nothing is judged with the cache that it is told, SnapKV otherwise; its
+    own rollouts keep all keys, of responses too."""
+    keys = ["--budget=40", "--window=8", "--response_budget=12", "--period=4"]
+    own, named = train.settings([*keys, "--evict=rkv"]), ["--evict=none", "--eval_evict=rkv"]
+    same = dict(budget=40, window=8, sinks=2, pool=7, response_budget=12, period=4)
+    assert train.eviction_of_evaluation(own) == train.eviction_of(own) == Eviction("rkv", **same)
+    dense = train.settings([*keys, *named])
+    assert train.eviction_of_evaluation(dense) == Eviction("rkv", **same)
+    assert train.eviction_of(dense).method == "none"
+    assert train.eviction_of(dense).response_budget is None
+    assert train.response_keys(dense) == dense.max_new_tokens - 1 == 16 == train.response_keys(own)
+    own.max_new_tokens = dense.max_new_tokens = 100
+    assert (train.response_keys(own), train.response_keys(dense)) == (16, 99)
+    assert train.eviction_of_evaluation(train.settings([*keys, "--evict=none"])).method == "snapkv"
+
+
+def test_dense_arm_under_the_named_cache(tmp_path):
+    """Before training an arm without eviction is judged like one with it, to the last digit; with
+    another cache it is not."""
+    asked = ["--response_budget=12", "--period=4", "--window=8", "--max_new_tokens=17",
+             "--steps=1"]
+    evals = []
+    for i, more in enumerate((["--evict=rkv"], ["--evict=none", "--eval_evict=rkv"],
+                              ["--evict=none"])):
+        train_here(*asked, *more, f"--out_dir={tmp_path / str(i)}")
+        evals.append(read_log(tmp_path / str(i))[0][0])
+    assert evals[0] == evals[1] and evals[0]["eval_accept"] < 1
+    assert evals[0]["eval_accept"] != evals[2]["eval_accept"]  # control
+    assert evals[0]["eval_length"] <= 17 and evals[0]["eval_length_dense"] <= 17
 
 
 # what is new: spreads of the budget, methods that somebody adds
