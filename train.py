@@ -493,13 +493,19 @@ def setup(argv):
 
 
 def choose_dtype(c, folder):
-    """Replace "auto" in c.dtype by what suits device and size of the model in folder."""
+    """Replace "auto" in c.dtype by what suits device and size of the model in folder. Raises
+    ValueError for bfloat16 on a card that only emulates it."""
+    cuda = c.device.startswith("cuda")
+    native = not cuda or torch.cuda.is_bf16_supported(including_emulation=False)
+    if c.dtype == "bfloat16" and not native:
+        raise ValueError(f"dtype=bfloat16: {torch.cuda.get_device_name()} has no such arithmetic, "
+                         "use --dtype=float32")
     if c.dtype != "auto":
         return
     with torch.device("meta"):  # shapes alone
         model = Transformer(read_config(os.path.join(folder, "config.json"), c.device))
     large = sum(p.numel() for p in model.parameters()) >= BFLOAT16_FROM
-    c.dtype = "bfloat16" if large and c.device.startswith("cuda") else "float32"
+    c.dtype = "bfloat16" if large and cuda and native else "float32"
 
 
 def identity_of(c, folder):

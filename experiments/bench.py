@@ -7,6 +7,7 @@ on the card it stands on.
     python -m experiments.bench learner  # a group forward and backward: transformers, checkpointing
     python -m experiments.bench step     # a whole training step: TRL's GRPOTrainer
     python -m experiments.bench memory   # peak against prompt length, the longest prompt that fits
+    python -m experiments.bench fit      # a step on a card of 16 or 24 GB: memory is capped
     python -m experiments.bench all      # --quick: tiny shapes (all that a CPU is good for),
                                          # --out=FOLDER instead of out-bench
 
@@ -89,6 +90,8 @@ def shape(model_type, hidden, layers, heads, kv_heads, head, mlp, vocab, theta):
 SHAPES = {
     "smollm2-135m": shape("llama", hidden=576, layers=30, heads=9, kv_heads=3, head=64, mlp=1536,
                           vocab=49152, theta=1e5),
+    "qwen2.5-0.5b": shape("qwen2", hidden=896, layers=24, heads=14, kv_heads=2, head=64, mlp=4864,
+                          vocab=151936, theta=1e6),
     "qwen2.5-1.5b": shape("qwen2", hidden=1536, layers=28, heads=12, kv_heads=2, head=128,
                           mlp=8960, vocab=151936, theta=1e6),
     "tiny": shape("qwen2", hidden=32, layers=2, heads=4, kv_heads=2, head=8, mlp=64, vocab=128,
@@ -666,9 +669,9 @@ def step(report, name, work, steps, checkpointing):
         free()
 
 
-def our_step(name, work, steps, checkpointing):
-    """As train.py does. -> row"""
-    c = SimpleNamespace(**train.DEFAULTS)
+def our_step(name, work, steps, checkpointing, **more):
+    """As train.py does, at its defaults but for `more`. -> row"""
+    c = SimpleNamespace(**train.DEFAULTS | more)
     c.lr, c.checkpointing = 1e-6, checkpointing
     model, ids = ours(name), drawn(name, work.B, work.P)
     opt, objective = Masters(model, c), grpo.GRPO(model, c, None)
@@ -817,6 +820,45 @@ def trl_config(trl, out_dir, work, steps):
 
 
 # memory
+
+# settings that take less and less memory, and more time
+FRUGAL = (dict(), dict(micro_rows=8192), dict(checkpointing=True),
+          dict(checkpointing=True, micro_rows=4096))
+CONTEXT = 0.8  # GB of a card assumed to be taken by CUDA itself
+
+
+def fit(report, name, work, gb, steps):
+    """A training step within gb GB: settings one after the other, from those that cost no time,
+    until one fits."""
+    table = report.table("a step on a smaller card", "peak_gb ms rollout_s learn_s", model=name,
+                         card=f"{gb} GB, {CONTEXT} of them for CUDA",
+                         prompts=f"{work.B} x {work.G}", prompt=work.P, new_tokens=work.R,
+                         kept=work.budget,
+                         timed=f"median of {steps} after a first one, wall clock")
+    for settings in FRUGAL:
+        said = " ".join(f"{key}={value}" for key, value in settings.items()) or "defaults"
+        with capped(gb - CONTEXT):
+            row = attempt(our_step, name, work, steps=steps, **dict(checkpointing=False) | settings)
+        free()
+        table.add(said, row)
+        if "note" not in row:
+            return
+
+
+@contextmanager
+def capped(gb):
+    """Let torch allocate no more than so many GB of this card; nothing on a CPU."""
+    if not CUDA:
+        yield
+        return
+    free()
+    whole = torch.cuda.get_device_properties(DEVICE).total_memory / 1e9
+    torch.cuda.set_per_process_memory_fraction(min(1, gb / whole))
+    try:
+        yield
+    finally:
+        torch.cuda.set_per_process_memory_fraction(1)
+
 
 def memory(report, name, lengths, sampled, learnt):
     """sampled: what is rolled out; learnt: what is learnt from, one prompt. Their P is the
@@ -1035,8 +1077,8 @@ def short_attention(module, query, key, value, attention_mask, scaling=None, **_
 
 GROUP = Work(B=1, P=8192, G=8, R=256, budget=1024)
 TINY = Work(B=2, P=64, G=2, R=6, budget=48)
-SMOLLM, QWEN = "smollm2-135m", "qwen2.5-1.5b"
-PARTS = dict(attn=attn, decode=decode, learner=learner, step=step, memory=memory)
+SMOLLM, SMALL, QWEN = "smollm2-135m", "qwen2.5-0.5b", "qwen2.5-1.5b"
+PARTS = dict(attn=attn, decode=decode, learner=learner, step=step, memory=memory, fit=fit)
 BOTH = ("dynamic", "static")
 REQUESTS = dict(  # part -> arguments of each of its tables
     attn=[dict(nh=16, nkv=8, hs=128, work=GROUP, repeat=10),
@@ -1051,13 +1093,19 @@ REQUESTS = dict(  # part -> arguments of each of its tables
                checkpointing=True)],
     memory=[dict(name=QWEN, lengths=[2**i for i in range(10, 17)],
                  sampled=Work(B=8, P=0, G=8, R=64, budget=1024),
-                 learnt=Work(B=1, P=0, G=8, R=256, budget=1024))])
+                 learnt=Work(B=1, P=0, G=8, R=256, budget=1024))],
+    fit=[dict(name=name, work=Work(B=4, P=P, G=8, R=R, budget=budget), gb=gb, steps=3)
+         for gb, name, P, R, budget in (
+             (16, SMOLLM, 1000, 64, 128), (16, SMOLLM, 4000, 256, 512), (16, SMALL, 300, 256, 1024),
+             (16, SMALL, 4000, 64, 512), (24, SMALL, 8000, 256, 1024), (24, QWEN, 1000, 64, 128),
+             (24, QWEN, 300, 256, 1024))])
 QUICK = dict(
     attn=[dict(nh=4, nkv=2, hs=16, work=replace(TINY, R=8), repeat=1)],
     decode=[dict(name="tiny", work=TINY, repeat=1, rivals=BOTH)],
     learner=[dict(name="tiny", work=TINY, repeat=1)],
     step=[dict(name="tiny", work=TINY, steps=1, checkpointing=True)],
-    memory=[dict(name="tiny", lengths=[40, 64], sampled=replace(TINY, R=4), learnt=TINY)])
+    memory=[dict(name="tiny", lengths=[40, 64], sampled=replace(TINY, R=4), learnt=TINY)],
+    fit=[dict(name="tiny", work=TINY, gb=1, steps=1)])
 
 
 def version(name):
@@ -1085,7 +1133,7 @@ def arguments(argv=None):
     a = Arguments(prog="bench", description="benchmarks; see the head of this file")
     a.add_argument("part", choices=(*PARTS, "all"),
                    help="attention; sampling; a learner's forward and backward pass; a whole "
-                   "training step; memory")
+                   "training step; memory; what fits a smaller card")
     a.add_argument("--quick", action="store_true", default=not CUDA,
                    help="tiny shapes, in seconds; always so without CUDA")
     a.add_argument("--shape", choices=list(SHAPES),

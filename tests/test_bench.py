@@ -153,6 +153,25 @@ def test_step_rows(results):
             assert "pip install trl" in r[name]["note"] and "ms" not in r[name]
 
 
+def test_fit_stops_at_the_first_that_fits(results, monkeypatch):
+    assert list(rows(results["fit"])) == ["defaults"]  # all fits where memory has no cap
+    asked = []
+
+    def step(name, work, steps, **settings):
+        asked.append(settings)
+        if not settings["checkpointing"]:
+            raise RuntimeError("CUDA out of memory")
+        return dict(ms=1.0)
+
+    monkeypatch.setattr(bench, "our_step", step)
+    report = bench.Report()
+    bench.fit(report, name="tiny", work=bench.TINY, gb=16, steps=1)
+    found = {row["name"]: row.get("note") for row in report.tables[0].rows}
+    full = "out of memory"
+    assert found == {"defaults": full, "micro_rows=8192": full, "checkpointing=True": None}
+    assert asked[1:] == [dict(checkpointing=False, micro_rows=8192), dict(checkpointing=True)]
+
+
 def test_kv_bytes_are_the_formula(results, monkeypatch):
     for row in rows(results["memory"]).values():
         keys, per_key = 2 * min(row["prompt"], 48) + 2 * 2 * 3, 2 * 2 * 2 * 8 * 4

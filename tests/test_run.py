@@ -632,11 +632,24 @@ def test_what_auto_means(monkeypatch):
     c = SimpleNamespace(device="auto")
     choose_device(c)
     assert c.device == ("cuda" if torch.cuda.is_available() else "cpu")
-    for limit, device, asked, want in (
-            (1_000_000, "cuda", "auto", "bfloat16"), (1_000_000, "cpu", "auto", "float32"),
-            (2_000_000, "cuda:1", "auto", "float32"), (2_000_000, "cpu", "bfloat16", "bfloat16")):
+    new = dict(is_bf16_supported=lambda including_emulation: True, get_device_name=str)
+    old = dict(new, is_bf16_supported=lambda including_emulation: including_emulation)
+    for card, limit, device, asked, want in (
+            (new, 1_000_000, "cuda", "auto", "bfloat16"),
+            (new, 1_000_000, "cpu", "auto", "float32"),
+            (new, 2_000_000, "cuda:1", "auto", "float32"),
+            (new, 2_000_000, "cuda", "bfloat16", "bfloat16"),
+            (old, 2_000_000, "cpu", "bfloat16", "bfloat16"),
+            (old, 1_000_000, "cuda", "auto", "float32"),
+            (old, 1_000_000, "cuda", "bfloat16", None)):  # emulated: refused
         monkeypatch.setattr(train, "BFLOAT16_FROM", limit)
+        for name, function in card.items():
+            monkeypatch.setattr(torch.cuda, name, function)
         c = SimpleNamespace(device=device, dtype=asked)
+        if want is None:
+            with pytest.raises(ValueError, match="has no such arithmetic, use --dtype=float32"):
+                train.choose_dtype(c, folder)
+            continue
         train.choose_dtype(c, folder)
         assert c.dtype == want
 
