@@ -1,5 +1,6 @@
 # Qwen2.5-Coder-0.5B-Instruct works out grade-school problems (GSM8K) in up to 256 tokens while the
-# sampler drops keys of what it wrote; prompts are kept whole
+# sampler drops keys of what it wrote; prompts are kept whole. train.jsonl is that of
+# github.com/openai/grade-school-math
 model = "Qwen/Qwen2.5-Coder-0.5B-Instruct"
 out_dir = "out-gsm8k"
 task = "gsm8k/train.jsonl"
