@@ -16,8 +16,8 @@ The idea. One process of train.py per run, so that a run that fails takes no oth
 and can be repeated by hand. What was finished is never run again and what was begun goes
 on: after an interrupt, or with more seeds, say the same command. Ctrl-C, SIGTERM and SIGHUP
 go on to every run, which saves; on Linux they also do when this program is killed. On GPUs
-each of the `jobs` workers has a card; with more jobs than cards they share, and minutes are
-then no measure of speed. A finished run needs only log.jsonl and config.json: ckpt.pt, model/
+each run gets the card with the fewest others; with more jobs than cards they share, and minutes
+are then no measure of speed. A finished run needs only log.jsonl and config.json: ckpt.pt, model/
 and best/ may be deleted, which --lean=True does at its end (model/ alone would be written
 again).
 
@@ -383,6 +383,21 @@ def report(name, path, code, seconds, stopped):
     return f"{name}: {how} {after}: {why} (exit code {code}, {path}/train.log)", False
 
 
+def freest(devices, name, working):
+    """The card with the fewest runs and of those with the fewest of this one's arm, as arms take
+    different times. name: ARM seed N; working: (name, card) of each run -> card, or None"""
+    def load(card):
+        there = [each for each, its in working if its == card]
+        same = [each for each in there if arm_of(each) == arm_of(name)]
+        return len(there), len(same)
+
+    return min(devices, key=load, default=None)
+
+
+def arm_of(name):
+    return name.rpartition(" seed ")[0]
+
+
 def strip(path):
     """Delete the weights of a run that ended."""
     for file in glob.glob(os.path.join(glob.escape(path), "ckpt*.pt")):
@@ -411,19 +426,19 @@ def run_all(todo, jobs, threads, lean=False):
             for worker in range(jobs):
                 if waiting and not signals and worker not in working:
                     name, path, args = waiting.pop()
-                    card = devices[worker % len(devices)] if devices else None
+                    card = freest(devices, name, [(run[0], run[-1]) for run in working.values()])
                     process = launch(path, args, threads, card)
-                    working[worker] = name, path, process, time.time()
+                    working[worker] = name, path, process, time.time(), card
             time.sleep(0.05)
             if len(signals) > heard:
                 signum, what = signals[-1], "every run finishes its step and saves; once more kills"
                 if heard:
                     signum, what = signal.SIGKILL, "killed"
                 tell(f"{signal.Signals(signals[-1]).name}: {what}", sys.stderr)
-                for _, _, process, _ in working.values():
+                for _, _, process, *_ in working.values():
                     process.send_signal(signum)
                 heard = len(signals)
-            for worker, (name, path, process, start) in list(working.items()):
+            for worker, (name, path, process, start, _) in list(working.items()):
                 if process.poll() is not None:
                     del working[worker]
                     line, finished = report(name, path, process.returncode, stopped=bool(signals),
@@ -434,9 +449,9 @@ def run_all(todo, jobs, threads, lean=False):
                         strip(path)
                     tell(f"{line} [{done} of {len(todo)}]")
     finally:  # whatever went wrong here, no run outlives it
-        for _, _, process, _ in working.values():
+        for _, _, process, *_ in working.values():
             process.terminate()
-        for _, _, process, _ in working.values():
+        for _, _, process, *_ in working.values():
             process.wait()
         for s, handler in old.items():
             signal.signal(s, handler)

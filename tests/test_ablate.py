@@ -447,6 +447,17 @@ def test_a_run_that_ends_without_a_log_has_failed(fake, capsys, monkeypatch):
     assert capsys.readouterr().out.count("log.jsonl is missing, or is no regular file") == 2
 
 
+def test_runs_of_an_arm_are_spread_over_the_cards():
+    working = []
+    for seed in range(2):
+        for arm in ("dense", "smd"):  # as many arms as cards
+            name = f"{arm} seed {seed}"
+            working.append((name, ablate.freest(["3", "5"], name, working)))
+    assert [card for _, card in working] == ["3", "5", "5", "3"]
+    assert ablate.freest(["3", "5"], "tis seed 0", working[1:]) == "3"  # the one with fewer runs
+    assert ablate.freest([], "smd seed 0", []) is None
+
+
 def test_cards(monkeypatch):
     import torch
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
