@@ -394,7 +394,7 @@ def contains(text, answer):
 def tricks(p, other):
     """(text, what it is) of texts that are not p's answer, "coin 4768". other: another code"""
     key, code = p.answer.rsplit(" ", 1)
-    pairs = re.findall(r"The code for ([a-z ]+) is (\d{4})\.", p.text)
+    pairs = re.findall(r"The code for (\w+) is (\d{4})\.", p.text)
     yield " ".join(f"{a} {b}" for a, b in pairs), "all pairs"
     yield p.text, "the prompt"
     yield f"{key} " + " ".join(map(str, range(1000, 10000))), "all codes there are"
@@ -424,8 +424,8 @@ def tricks(p, other):
 
 
 def gamed(seeds, exploit, rule):
-    for seed, tokens in itertools.product(seeds, (60, 200, 3000)):
-        # words are tokens here; beyond 122 facts keys have two words
+    for seed, tokens in itertools.product(seeds, (60, 200, 800)):
+        # words are tokens here
         p = problem("kv", "train", seed=seed, index=0, tokens=tokens, encode=str.split)
         text = exploit(p.text)
         if not isinstance(text, str) or not contains(text, p.answer):
