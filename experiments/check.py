@@ -188,8 +188,8 @@ def key_norm(seeds, keynorm):
             got = score[head].argsort(descending=True).tolist()
             want = norm[head].argsort().tolist()
             if got != want:
-                raise Wrong(f"KV head {head}, keys of the norms {shown(norm[head].int())}: the keys "
-                            f"should be kept in the order {want}, your scores say {got}")
+                raise Wrong(f"KV head {head}, keys of the norms {shown(norm[head].int())}: the "
+                            f"keys should be kept in the order {want}, your scores say {got}")
     kept = replayed(keynorm).kept
     if all(torch.equal(a, b) for a, b in zip(kept, replayed(EVICT["snapkv"]).kept)):
         raise Wrong("in a rollout it keeps what snapkv keeps")
