@@ -1,0 +1,544 @@
+"""
+Exercises of docs/exercises.md: is an answer right?
+
+    python -m experiments.check 3 mine.py     # "right", or "wrong: ", a sentence, and exit code 1
+
+The idea. A check calls the functions of mine.py on random inputs and compares what they return with
+the project's own code, with a plain sum over all cases, or with what a run on the embedded
+checkpoint does. Inputs are drawn from two seeds, one of them made from the text of mine.py: a
+number copied from an error message is wrong the next time.
+
+Left out: any protection. mine.py may import the project and may read this file.
+"""
+import functools
+import itertools
+import math
+import os
+import random
+import re
+import sys
+import time
+import traceback
+import types
+import zlib
+from contextlib import contextmanager
+
+import torch
+
+from data.answers import in_form
+from data.tasks import problem, prompt_encoder, reward
+from data.tokenizer import Tokenizer
+from fast.head import kl_rows
+from grpo import NORMS, pack, replay, token_scale
+from kvcache import EVICT, Eviction, attention, logits, max_pool
+from model import Transformer
+from rollout import Rollout, generate
+from shadow_attn import visible
+from support.run import one_line_errors, tell
+
+ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
+
+
+class Wrong(Exception):
+    """An answer is wrong; the message says which case and what was expected."""
+
+
+# what checks have in common
+
+def generator(seed):
+    return torch.Generator().manual_seed(seed)
+
+
+def shown(x):
+    """A value in a message: short, on one line."""
+    if torch.is_tensor(x):
+        x = x.tolist()
+    if isinstance(x, float):
+        return f"{x:.6g}"
+    if isinstance(x, list):
+        return "[" + ", ".join(map(shown, x)) + "]"
+    text = repr(x)
+    if len(text) > 90:
+        text = text[:60] + " ... " + text[-25:]
+    return text
+
+
+def finite_tensor(x, shape, call):
+    """x as fp64, if it is a tensor of this shape and of finite numbers; else it is wrong."""
+    got = type(x).__name__
+    if torch.is_tensor(x):
+        got = tuple(x.shape)
+    if got != tuple(shape):
+        raise Wrong(f"{call} must be a tensor of shape {tuple(shape)}, got {got}")
+    if not x.isfinite().all():
+        raise Wrong(f"{call} holds NaN or inf")
+    return x.double()
+
+
+def same(got, want, call, rtol=1e-5):
+    """Wrong, naming the first place that differs, unless got is want, both (...)."""
+    got = finite_tensor(got, want.shape, call)
+    want = want.double()
+    off = (got - want).abs() > rtol * want.abs().max()
+    if off.any():
+        at = tuple(off.nonzero()[0].tolist())
+        place = ""
+        if at:
+            place = f" at {at}"
+        raise Wrong(f"{call}{place}: expected {shown(want[at])}, got {shown(got[at])}")
+
+
+@functools.cache
+def embedded():
+    """-> the embedded checkpoint, its tokenizer, and what makes ids of a prompt"""
+    folder = os.path.join(ROOT, "data", "tiny")
+    tok = Tokenizer(folder)
+    return Transformer.from_pretrained(folder), tok, prompt_encoder(tok)
+
+
+@contextmanager
+def as_method(score, name="mine"):
+    """A scorer is an eviction method for a while."""
+    EVICT[name] = score
+    try:
+        yield name
+    finally:
+        del EVICT[name]
+
+
+def replayed(score):
+    """The rollout of a scorer that evicts prompt and response keys; its gap must be rounding."""
+    net, _, encode = embedded()
+    ids = [encode(problem("kv", "eval", seed=0, index=i, tokens=80, encode=encode).text)
+           for i in range(2)]
+    with as_method(score) as name:
+        e = Eviction(name, budget=24, window=8, sinks=2, response_budget=9, period=4)
+        rollout = generate(net, ids, group=2, max_new_tokens=18, eviction=e)
+    with torch.no_grad():
+        gap = (replay(net, rollout, ("shadow",))["shadow"] - rollout.logp_roll).abs().max()
+    if gap > 1e-4:
+        raise Wrong(f"with this scorer sampler and learner differ by up to {gap:.2g}, not by "
+                    "rounding")
+    return rollout
+
+
+def answered(score, n=32):
+    """How many of n held-out kv problems the checkpoint answers with 48 of 184 keys kept."""
+    net, tok, encode = embedded()
+    ps = [problem("kv", "eval", seed=0, index=i, tokens=192, encode=encode) for i in range(n)]
+    with as_method(score) as name:
+        e = Eviction(name, budget=48, window=16, sinks=2)
+        r = generate(net, [encode(p.text) for p in ps], group=1, max_new_tokens=5, temperature=0,
+                     eviction=e, stop_ids=tok.stop_ids)
+    count = (r.lengths - r.stopped.long())[:, 0].tolist()
+    texts = [tok.decode(ids[:c]) for ids, c in zip(r.tokens[:, 0].tolist(), count)]
+    return sum(reward(p, text) for p, text in zip(ps, texts))
+
+
+def random_log(seed, B=2, G=3, R=6, L=2, nkv=2):
+    """A rollout of no model whose log evicts prompt and response keys at random: prompts of 6 to
+    10 tokens, KV heads that keep 2 to 5 of them, responses of 1 to R tokens."""
+    rng = generator(seed)
+
+    def whole(low, high, *shape):
+        return torch.randint(low, high + 1, shape, generator=rng)
+
+    sizes = whole(6, 10, B).tolist()
+    kept = [[[torch.randperm(P, generator=rng)[:int(whole(2, 5))].sort().values
+              for _ in range(nkv)] for _ in range(L)] for P in sizes]
+    born = torch.arange(R)
+    until = born + 1 + (torch.rand(L, nkv, B, G, R, generator=rng) * (R - born)).int()
+    lengths = whole(2, R, B, G)
+    lengths[0, 0], lengths[0, 1] = R, 1
+    return Rollout(
+        prompts=[whole(0, 40, P).tolist() for P in sizes], tokens=whole(0, 40, B, G, R),
+        lengths=lengths, logp_roll=torch.zeros(B, G, R), temperature=1.0, kept=kept,
+        until=until.int(), stopped=torch.ones(B, G, dtype=torch.bool))
+
+
+def copies(seed):
+    """Of each shadow copy, layer and KV head of a random log: the log, the indices, the copy's rows
+    (P + n - 1,) in the packed row, and all that the packed row sees (N, N)."""
+    r = random_log(seed)
+    packed = pack(r, ("shadow",))
+    rows = packed.rows["shadow"]
+    B, G = r.lengths.shape
+    for layer, until in enumerate(packed.until):
+        seen = visible(until)                                             # (nkv, N, N)
+        for head, b, g in itertools.product(range(len(until)), range(B), range(G)):
+            last = int(rows[b, g, 0])  # the prompt's last row
+            prompt = torch.arange(last + 1 - len(r.prompts[b]), last + 1)
+            own = rows[b, g, 1:int(r.lengths[b, g])]  # the row of token t predicts t + 1
+            yield r, (layer, head, b, g), torch.cat((prompt, own)), seen[head]
+
+
+# 1. an eviction method
+
+def key_norm(seeds, keynorm):
+    e = Eviction("snapkv", budget=6, window=3, sinks=1)
+    for seed in seeds:
+        rng = generator(seed)
+        n, nkv, nh, hs = 12, 2, 4, 8
+        norm = torch.stack([torch.randperm(n, generator=rng) + 1.0 for _ in range(nkv)])
+        k = torch.nn.functional.normalize(torch.randn(n, nkv, hs, generator=rng), dim=-1)
+        k = k * norm.t()[..., None]                                       # (n, nkv, hs)
+        q = torch.randn(e.window, nh, hs, generator=rng)                  # (W, nh, hs)
+        score = finite_tensor(keynorm(q, k, e), (nkv, n), "keynorm(q, k, e)")
+        for head in range(nkv):
+            got = score[head].argsort(descending=True).tolist()
+            want = norm[head].argsort().tolist()
+            if got != want:
+                raise Wrong(f"KV head {head}, keys of the norms {shown(norm[head].int())}: the "
+                            f"keys should be kept in the order {want}, your scores say {got}")
+    kept = replayed(keynorm).kept
+    if all(torch.equal(a, b) for a, b in zip(kept, replayed(EVICT["snapkv"]).kept)):
+        raise Wrong("in a rollout it keeps what snapkv keeps")
+
+
+# 2. the first response token
+
+def first_token(seeds, sees):
+    for seed in seeds:
+        for r, (layer, head, b, g), rows, seen in copies(seed):
+            P, kept = len(r.prompts[b]), r.kept[b][layer][head]
+            for t in range(int(r.lengths[b, g])):
+                want = seen[rows[P - 1 + t], rows[:P]].nonzero()[:, 0].tolist()
+                call = f"sees(t={t}, kept={kept.tolist()}, P={P})"
+                got = sees(t, kept.clone(), P)
+                try:
+                    got = sorted(map(int, got))
+                except (TypeError, ValueError):
+                    raise Wrong(f"{call} must hold positions, got {shown(got)}") from None
+                if got != want:
+                    raise Wrong(f"{call}: expected {want}, got {got}")
+
+
+# 3. the variance of the sequence weight
+
+def by_enumeration(p, q, L):
+    """Variance of the weight of L tokens, from all V^L responses."""
+    mean, square = 0.0, 0.0
+    for response in itertools.product(range(len(p)), repeat=L):
+        likely = math.prod(q[list(response)].tolist())
+        weight = math.prod((p / q)[list(response)].tolist())
+        mean += likely * weight
+        square += likely * weight ** 2
+    return square - mean ** 2
+
+
+def distributions(rng, V, distance):
+    """q (V,), and a p (V,) whose ratios to it are about 1 +- distance; fp64"""
+    q = torch.rand(V, generator=rng, dtype=torch.float64) + 0.2
+    q = q / q.sum()
+    p = q * (1 + distance * (2 * torch.rand(V, generator=rng, dtype=torch.float64) - 1))
+    return p / p.sum(), q
+
+
+def sequence_weight(seeds, variance):
+    def compare(what, want, p, q, L):
+        try:
+            got = float(variance(p.clone(), q.clone(), L))
+        except OverflowError:
+            got = "an OverflowError"
+        if got != want and not (isinstance(got, float)
+                                and math.isclose(got, want, rel_tol=1e-3)):
+            raise Wrong(f"{what}: expected {shown(want)}, got {shown(got)}")
+
+    for seed in seeds:
+        rng = generator(seed)
+        for V, L in ((2, 1), (3, 2), (4, 3), (2, 6)):
+            p, q = distributions(rng, V, 0.8)
+            call = f"variance(p={shown(p)}, q={shown(q)}, L={L})"
+            compare(f"{call}, against the sum over all {V ** L} responses",
+                    by_enumeration(p, q, L), p=p, q=q, L=L)
+        compare("p equal to q", 0.0, p=q, q=q, L=5)
+        for distance, L in ((0.3, 1000), (1e-3, 1000), (1e-8, 1000), (0.9, 10 ** 5)):
+            p, q = distributions(rng, 50, distance)
+            growth = L * torch.log1p(((p - q) ** 2 / q).sum())
+            compare(f"{L} tokens, the ratios p / q within about {distance:g} of 1",
+                    torch.expm1(growth).item(), p=p, q=q, L=L)
+
+
+# 4. the reduction
+
+def reduction(seeds, reduce, heavier):
+    for seed in seeds:
+        rng = generator(seed)
+        lengths = torch.randint(1, 8, (2, 3, 1), generator=rng)           # (B, G, 1)
+        mask = torch.arange(9) < lengths  # no response fills the columns
+        loss = torch.randn(2, 3, 9, generator=rng)
+        scale = token_scale(mask, "constant")
+        for past in (0.0, 5.0, math.nan):
+            x = loss.masked_fill(~mask, past).requires_grad_()
+            call = f"reduce(loss, mask) with {past:g} past the mask"
+            got = reduce(x, mask.clone())
+            same(got, (scale * loss).sum(), call)
+            if not got.requires_grad:
+                raise Wrong(f"{call} has no gradient: it must stay a tensor that depends on loss")
+            grad, = torch.autograd.grad(got, x, allow_unused=True)
+            same(grad, scale, f"the gradient of {call}")
+        short, long = torch.randint(3, 50, (2,), generator=rng).tolist()
+        for (a, b), norm in itertools.product(((10, 100), (short, long)), NORMS):
+            lengths = torch.tensor([a, b])
+            weight = token_scale(torch.arange(128) < lengths[None, :, None], norm)[0, :, 0]
+            same(torch.as_tensor(heavier(a, b, norm)), weight[0] / weight[1],
+                 f"heavier(short={a}, long={b}, norm={norm!r})")
+
+
+# 5. what a tiny gap does not prove
+
+def key_length(q, k, e, elsewhere=None):
+    return -k.norm(dim=-1).t()
+
+
+def last_query(q, k, e, elsewhere=None):
+    return attention(q, k, elsewhere)[:, :, -1].mean(dim=(0, 1)).expand(k.shape[1], -1)
+
+
+def largest_vote(q, k, e, elsewhere=None):
+    return attention(q, k, elsewhere).amax(dim=(1, 2))
+
+
+def all_of_the_window(q, k, e, elsewhere=None):
+    return max_pool(logits(q, k).softmax(-1).sum(2).mean(1), e.pool)
+
+
+def one_key_too_many(q, k, e, elsewhere=None):
+    W, n = len(q), len(k)
+    row = torch.arange(n)
+    ahead = row > row[n - W:, None] + 1                                   # (W, n)
+    return logits(q, k).masked_fill(ahead, -math.inf).softmax(-1).sum((1, 2))
+
+
+def by_the_clock(q, k, e, elsewhere=None):
+    number = torch.arange(k.shape[1] * len(k)).view(k.shape[1], len(k))
+    return (number * time.perf_counter_ns() % 999_983).float()
+
+
+def python_random(q, k, e, elsewhere=None):
+    return torch.tensor([[random.random() for _ in k] for _ in range(k.shape[1])])
+
+
+def own_generator():
+    rng = generator(0)
+
+    def score(q, k, e, elsewhere=None):
+        return torch.rand(k.shape[1], len(k), generator=rng)
+    return score
+
+
+def counts(turn):
+    calls = itertools.count(1)
+
+    def score(q, k, e, elsewhere=None):
+        votes = EVICT["snapkv"](q, k, e, elsewhere)
+        if next(calls) >= turn:
+            return -votes
+        return votes
+    return score
+
+
+def remembers():
+    before = []
+
+    def score(q, k, e, elsewhere=None):
+        votes = EVICT["snapkv"](q, k, e, elsewhere)
+        before.append(votes)
+        if before[-2:-1] and before[-2].shape == votes.shape:
+            return votes + before[-2]
+        return 2 * votes
+    return score
+
+
+def scorers():
+    """(scorer, is it honest?, what it does), anew for each check"""
+    for name in ("snapkv", "rkv", "h2o", "recent"):
+        yield EVICT[name], True, f"{name} of kvcache.py"
+    yield EVICT["random"], True, "random of kvcache.py, which torch.manual_seed repeats"
+    yield key_length, True, "one that scores keys by their norm"
+    yield last_query, True, "TOVA, what the last query attends to"
+    yield largest_vote, True, "one that takes the largest vote of any query"
+    yield all_of_the_window, False, "one whose queries see later keys of the window, pooled"
+    yield one_key_too_many, False, "one whose queries see the key that follows them"
+    yield by_the_clock, False, "one that reads the clock"
+    yield python_random, False, "one that draws from Python's random without a seed"
+    yield own_generator(), False, "one that draws from a generator of its own"
+    yield counts(2), False, "one that turns its scores round from its second call on"
+    yield counts(10), False, "one that turns its scores round from its tenth call on"
+    yield remembers(), False, "one that adds the scores of the call before, if of the same shape"
+
+
+def honesty(seeds, useless, honest):
+    replayed(useless)
+    right = answered(useless)
+    if right > 4:
+        raise Wrong(f"with useless the embedded checkpoint still answers {right:.0f} of 32 kv "
+                    "problems with 48 of 184 keys: at most 4 were asked for")
+    cases = list(scorers())
+    random.Random(seeds[-1]).shuffle(cases)
+    for method, is_honest, what in cases:
+        def score(q, k, e, elsewhere=None):  # one name for all
+            return method(q, k, e, elsewhere)
+        got = honest(score)
+        if bool(got) != is_honest:
+            raise Wrong(f"honest(score) says {shown(got)}, expected {is_honest}, of {what}")
+
+
+# 6. a reward that is gamed
+
+def contains(text, answer):
+    """Earns 1.0 for an answer that stands anywhere."""
+    return answer in text
+
+
+def tricks(p, other):
+    """(text, what it is) of texts that are not p's answer, "coin 4768". other: another code"""
+    key, code = p.answer.rsplit(" ", 1)
+    pairs = re.findall(r"The code for (\w+) is (\d{4})\.", p.text)
+    yield " ".join(f"{a} {b}" for a, b in pairs), "all pairs"
+    yield p.text, "the prompt"
+    yield f"{key} " + " ".join(map(str, range(1000, 10000))), "all codes there are"
+    yield f"{key} {other} {key} {code}", "a wrong pair, then the right one"
+    yield f"{key} {code} {key} {other}", "the right pair, then a wrong one"
+    yield f"{key} {code} or {other}", "two codes"
+    yield f"{key} {code} {key} {code}", "the pair twice"
+    yield f"{key} {other}", "another code"
+    yield f"{code}", "the code without its word"
+    yield f"{code} {key}", "the code before its word"
+    yield f"{key}{code}", "no space"
+    yield f"{key} {code}0", "a digit too many"
+    yield f"{key} 0{code}", "a zero in front"
+    yield f"{key} {code[:3]}", "a digit too few"
+    yield f"{key} -{code}", "a sign"
+    yield f"{key} {code}.0", "a decimal"
+    yield f"{key} {code[0]},{code[1:]}", "a comma for thousands"
+    yield f"{key} {' '.join(code)}", "digits apart"
+    yield f"{key} " + "".join(chr(0xff10 + int(d)) for d in code), "full-width digits"
+    yield f"{key} " + "".join(chr(0x660 + int(d)) for d in code), "Arabic-Indic digits"
+    yield f"{key} {code[:2]}\u200b{code[2:]}", "a space of no width among the digits"
+    yield f"not {key} {code}", "a denial"
+    yield f"The code for {key} is {code}.", "a sentence"
+    yield f"<think>{key} {code}</think>", "a thought"
+    yield rf"{key} \d{{4}}", "a pattern"
+    yield "", "nothing"
+
+
+def gamed(seeds, exploit, rule):
+    for seed, tokens in itertools.product(seeds, (60, 200, 800)):
+        # words are tokens here
+        p = problem("kv", "train", seed=seed, index=0, tokens=tokens, encode=str.split)
+        text = exploit(p.text)
+        if not isinstance(text, str) or not contains(text, p.answer):
+            raise Wrong(f"exploit(prompt) earns nothing where {p.answer!r} is the answer: it gives "
+                        f"{shown(text)}")
+        for good in (p.answer, f" {p.answer}", f"{p.answer}\n"):
+            if not rule(good, p.answer):
+                raise Wrong(f"rule({good!r}, {p.answer!r}) refuses the answer")
+        other = str(1000 + (int(p.answer[-4:]) + 1234) % 9000)
+        bad = list(tricks(p, other))
+        if in_form(text.strip(), p.answer) != 1:  # a program may know the answer
+            bad.append((text, "what your exploit says"))
+        for text, what in bad:
+            if rule(text, p.answer):
+                raise Wrong(f"rule({shown(text)}, {p.answer!r}) accepts a trick: {what}")
+
+
+# 7. distillation the other way round
+
+def reverse_kl(seeds, reverse):
+    for seed in seeds:
+        rng = generator(seed)
+        dense, shadow = 3 * torch.randn(2, 5, 11, generator=rng)          # (n, V) each
+        dense[:, 4] = shadow[:, 4] = -1e30  # an id that is no token
+        dense.requires_grad_()
+        shadow.requires_grad_()
+        weight = torch.rand(5, generator=rng)                             # of the rows
+        kl = kl_rows(shadow.double().log_softmax(-1), dense.detach().double().log_softmax(-1))
+        want, = torch.autograd.grad((weight * kl).sum(), shadow)
+        call = "reverse(dense_logits, shadow_logits)"
+        got = reverse(dense, shadow)
+        same(got, kl.detach(), call)
+        if not got.requires_grad:
+            raise Wrong(f"{call} has no gradient: the shadow policy cannot learn from it")
+        grads = torch.autograd.grad((weight * got).sum(), (dense, shadow), allow_unused=True)
+        if grads[0] is not None and grads[0].any():
+            raise Wrong(f"{call} sends a gradient to dense_logits, which should be held fixed")
+        same(grads[1], want, "the gradient to shadow_logits", rtol=1e-4)
+
+
+# 8. the mask of one copy
+
+def lifetimes(seeds, matrix):
+    for seed in seeds:
+        for r, (layer, head, b, g), rows, seen in copies(seed):
+            P, n, kept = len(r.prompts[b]), int(r.lengths[b, g]), r.kept[b][layer][head]
+            until = r.until[layer, head, b, g].clone()                    # (R,)
+            got = matrix(kept.clone(), until, P, n)
+            same(got, seen[rows][:, rows],
+                 f"matrix(kept={kept.tolist()}, until={until.tolist()}, P={P}, n={n})")
+
+
+# which functions an exercise asks for, and what checks them
+
+EXERCISES = {1: (key_norm, ["keynorm"]), 2: (first_token, ["sees"]),
+             3: (sequence_weight, ["variance"]), 4: (reduction, ["reduce", "heavier"]),
+             5: (honesty, ["useless", "honest"]), 6: (gamed, ["exploit", "rule"]),
+             7: (reverse_kl, ["reverse"]), 8: (lifetimes, ["matrix"])}
+
+
+def check(number, path):
+    """What is wrong with the answer to an exercise that the file at `path` gives, in one sentence;
+    None if it is right. Raises OSError for a file that cannot be read."""
+    with open(path, encoding="utf-8") as f:
+        source = f.read()
+    run, names = EXERCISES[number]
+    mine = types.ModuleType("mine")
+    mine.__file__ = path
+    sys.modules["mine"] = mine
+    try:
+        exec(compile(source, path, "exec"), vars(mine))
+        missing = [name for name in names if not callable(getattr(mine, name, None))]
+        if missing:
+            raise Wrong(f"{os.path.basename(path)} has no function {missing[0]}")
+        run((0, zlib.crc32(source.encode())), *(getattr(mine, name) for name in names))
+    except Wrong as e:
+        return str(e)
+    except (Exception, SystemExit) as e:
+        said = " ".join(f"{type(e).__name__}: {getattr(e, 'msg', e)}".split())
+        return f"{os.path.basename(path)}{line_of(e, path, mine)}: {said}"
+    finally:
+        del sys.modules["mine"]
+
+
+def line_of(e, path, mine):
+    """", line 12": the last line of the file that an exception passed through, or that cannot be
+    read, or where the function begins that it names; nothing if there is none."""
+    lines = [frame.lineno for frame in traceback.extract_tb(e.__traceback__)
+             if frame.filename == path]
+    if isinstance(e, SyntaxError) and e.filename == path:
+        lines.append(e.lineno)
+    called = re.match(r"(\w+)\(\)", str(e))  # "reduce() takes 1 positional argument but ..."
+    if not lines and called and hasattr(mine, called[1]):
+        lines.append(getattr(mine, called[1]).__code__.co_firstlineno)
+    if not lines:
+        return ""
+    return f", line {lines[-1]}"
+
+
+def main(argv=None):
+    """-> exit code"""
+    args = sys.argv[1:] if argv is None else argv
+    if len(args) != 2 or args[0] not in map(str, EXERCISES):
+        sys.exit(f"error: python -m experiments.check NUMBER mine.py, NUMBER from 1 to "
+                 f"{len(EXERCISES)}")
+    with one_line_errors(OSError, UnicodeDecodeError):
+        wrong = check(int(args[0]), args[1])
+    if wrong is None:
+        tell("right")
+        return 0
+    tell(f"wrong: {wrong}")
+    return 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
