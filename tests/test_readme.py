@@ -21,7 +21,8 @@ from model import Transformer
 from rollout import Rollout, generate
 
 ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
-PAGES = ["README.md", "docs/results.md", "docs/speed.md", "docs/reproduce.md"]
+PAGES = ["README.md", "docs/results.md", "docs/speed.md", "docs/reproduce.md",
+         "docs/exercises.md", "docs/answers.md"]
 OLD = "results/old/README.md"
 
 
