@@ -78,7 +78,8 @@ def updated(text, printed):
 def first_cell(clone):
     """The code that brings a notebook to the repository's root."""
     if not clone:
-        return 'import os\nos.chdir("..")  # from docs/ to the root of the repository'
+        return ('import os\nif not os.path.exists("data/tiny"):\n'
+                '    os.chdir("..")  # from docs/ to the root of the repository')
     return (f"!git clone {clone} repository\n%cd repository\n"
             "!pip install -q -r requirements.txt")
 

@@ -74,7 +74,8 @@ def test_a_changed_number_or_word_would_be_found(lesson):
             assert not same(want.replace(word, word + "s", 1), want, trained=True)
         for match in NUMBER.finditer(want):
             if "." in match[0]:
-                other = f"{float(match[0]) * 1.5 + 0.3:.3f}"
+                x = float(match[0])
+                other = f"{x + 0.3 * abs(x) + 0.3:.3f}"
             else:
                 other = str(int(match[0]) + 1)
             changed = want[:match.start()] + other + want[match.end():]
