@@ -1,0 +1,126 @@
+"""
+The lesson (docs/lesson.md): its cells, run as if pasted into a Python prompt; the same as a
+notebook.
+
+    python -m experiments.notebook                     # writes docs/lesson.ipynb
+    python -m experiments.notebook --clone=ADDRESS     # its first cell fetches the repository
+    python -m experiments.notebook --update            # runs all cells, rewrites what they print
+
+The idea. There is one source, the text. A ```python block is a cell, a block without a language
+right after it is what the cell prints. The notebook is made from it when somebody wants one, and
+is not committed.
+
+Left out on purpose: figures in cells; a notebook that is edited and read back.
+"""
+import code
+import contextlib
+import io
+import json
+import os
+import re
+
+from support.configurator import Arguments
+from support.run import one_line_errors, tell
+
+ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
+LESSON = os.path.join(ROOT, "docs", "lesson.md")
+CELL = re.compile(r"^```python\n(.*?)^```\n(?:\n?^```\n(.*?)^```\n)?", re.S | re.M)
+
+
+def parse(text):
+    """-> list of [kind, source, printed]: "markdown" or "code", in order; printed is "" where no
+    block follows."""
+    cells, at = [], 0
+    for match in CELL.finditer(text):
+        cells.append(["markdown", text[at:match.start()].strip(), ""])
+        cells.append(["code", match[1], match[2] or ""])
+        at = match.end()
+    cells.append(["markdown", text[at:].strip(), ""])
+    return [cell for cell in cells if cell[1]]
+
+
+class Prompt(code.InteractiveConsole):
+    """Python's prompt, whose errors are raised. As there, an empty line ends a block."""
+
+    def showtraceback(self):
+        raise
+
+    def showsyntaxerror(self, *args, **kwargs):
+        raise
+
+
+def run(sources):
+    """Paste cells, one after the other, into one prompt. -> what each prints. Raises what they
+    raise, SyntaxError for what a prompt does not take."""
+    prompt = Prompt({"__name__": "__main__"})
+    printed = []
+    for source in sources:
+        with contextlib.redirect_stdout(io.StringIO()) as out:
+            for line in [*source.splitlines(), ""]:  # return is pressed once more
+                more = prompt.push(line)
+        if more:
+            raise SyntaxError(f"a cell is not complete: {source!r}")
+        printed.append(out.getvalue())
+    return printed
+
+
+def updated(text, printed):
+    """The text with other output blocks. printed: of each cell, in order."""
+    printed = iter(printed)
+
+    def block(match):
+        out = next(printed)
+        cell = f"```python\n{match[1]}```\n"
+        return cell + f"```\n{out}```\n" if out else cell
+    return CELL.sub(block, text)
+
+
+def first_cell(clone):
+    """The code that brings a notebook to the repository's root."""
+    if not clone:
+        return ('import os\nif not os.path.exists("data/tiny"):\n'
+                '    os.chdir("..")  # from docs/ to the root of the repository')
+    return (f"!git clone {clone} repository\n%cd repository\n"
+            "!pip install -q -r requirements.txt")
+
+
+def notebook(cells, clone=""):
+    """nbformat 4 as a dict. cells: of `parse`."""
+    out = []
+    for kind, source, printed in [["code", first_cell(clone), ""], *cells]:
+        cell = dict(cell_type=kind, metadata={}, source=source.rstrip("\n"))
+        if kind == "code":
+            cell.update(execution_count=None, outputs=[])
+            if printed:
+                cell["outputs"] = [dict(output_type="stream", name="stdout", text=printed)]
+        out.append(cell)
+    kernel = dict(name="python3", display_name="Python 3", language="python")
+    return dict(nbformat=4, nbformat_minor=4, metadata=dict(kernelspec=kernel), cells=out)
+
+
+def main(argv=None):
+    a = Arguments(prog="notebook", description="make a notebook of the lesson, or update its text")
+    a.add_argument("--out", default=os.path.join(ROOT, "docs", "lesson.ipynb"),
+                   type=os.path.expanduser, help="the notebook")
+    a.add_argument("--clone", default="",
+                   help="where a hosted notebook gets the repository from: an address for git")
+    a.add_argument("--update", action="store_true",
+                   help="no notebook: run the cells and write what they print into the lesson")
+    a = a.parse_args(argv)
+    with one_line_errors(OSError):
+        with open(LESSON, encoding="utf-8") as f:
+            text = f.read()
+        cells, path = parse(text), a.out
+        if a.update:
+            os.chdir(ROOT)
+            printed = run(source for kind, source, _ in cells if kind == "code")
+            text, path = updated(text, printed), LESSON
+        else:
+            text = json.dumps(notebook(cells, a.clone), indent=1) + "\n"
+        with open(path, "w", encoding="utf-8") as f:
+            f.write(text)
+        tell(f"written to {path}")
+
+
+if __name__ == "__main__":
+    main()
