@@ -22,7 +22,7 @@ from rollout import Rollout, generate
 
 ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 PAGES = ["README.md", "docs/results.md", "docs/speed.md", "docs/reproduce.md",
-         "docs/exercises.md", "docs/answers.md"]
+         "docs/lesson.md", "docs/exercises.md", "docs/answers.md", "docs/ablations.md"]
 OLD = "results/old/README.md"
 
 
@@ -455,6 +455,25 @@ def test_gsm8k_is_that_of_the_logs():
     row = rows["smd - naive, served dense"]
     assert row[1].endswith(f" {mean:+.3f} [{mean - half:+.3f}, {mean + half:+.3f}]")
     assert row[2].split() == [f"{x:+.3f}" for x in each]
+
+
+def test_the_ablations_are_those_of_the_logs():
+    """Each command of the page has a kept log of the same settings with the page's rewards."""
+    logs, seen = load("results/student"), set()
+    for line in read("docs/ablations.md").splitlines():
+        if "`python train.py" not in line:
+            continue
+        _, command, compressed, dense, _ = cells(line)
+        words = command.strip("`").split()[2:]
+        asked = sorted(x for x in words if not x.startswith("--out_dir="))
+        name, = [name for name, run in logs.items()
+                 if sorted(run["args"].split()) in (asked, sorted([*asked, "config/smd.py"]))]
+        evals = [r for r in logs[name]["logs"][0] if r["kind"] == "eval"]
+        first, last = evals[0], evals[-1]
+        assert compressed == f"{first['eval_compressed']:.3f}, {last['eval_compressed']:.3f}"
+        assert dense == f"{last['eval_dense']:.3f}" and last["step"] == 40
+        seen.add(name)
+    assert seen == set(logs)
 
 
 def test_the_leak_is_that_of_the_logs():
