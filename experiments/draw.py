@@ -1,24 +1,34 @@
 """
-What eviction does to a prompt, drawn from a real rollout of the embedded checkpoint.
+Figures that explain, drawn from real rollouts of the embedded checkpoint and from kept logs.
 
     python -m experiments.draw                       # a line per layer and KV head, every method
     python -m experiments.draw --out=docs/mask.png   # the picture of README.md; needs matplotlib
+    python -m experiments.draw rows --out=docs/rows.png
 
-The picture has two parts. Left: which prompt keys each layer and KV head keeps once the prompt is
-read. Right: what one head of the learner sees of the packed row, by the definition itself,
+A figure prints the numbers that it shows; without --out it prints them only. docs/figures.md shows
+all of them and says what to look at.
 
-    visible(query i, key j)  =  j <= i < until[layer, kv_head, j]
-
-Left out: response keys that die while decoding; methods other than SnapKV in the picture.
+    mask         which prompt keys each layer and KV head keeps, and what one head of the learner
+                 sees of the packed rows, by  visible(i, j) = j <= i < until[layer, kv_head, j]
+    kept         the same prompt keys as text, a panel per layer and KV head
+    rows         a bar per key of one head, from its row to its until; response keys are evicted
+    tiles        which tiles of one head the kernel computes, keys in row order and sorted
+    acceptance   overlap of dense and sparse policy while arms train, from results/arms
 """
+import multiprocessing
 import os
+from concurrent.futures import ProcessPoolExecutor
+from statistics import fmean
 
 import torch
+import torch.nn.functional as F
 
+import shadow_attn
 from data.tasks import problem, prompt_encoder, reward
 from data.tokenizer import Tokenizer
+from experiments import ablate
 from grpo import pack
-from kvcache import EVICT
+from kvcache import EVICT, Eviction
 from model import Transformer
 from rollout import generate
 from support.configurator import Arguments, make_folder
@@ -39,6 +49,7 @@ NAMES = {
     "r": "response",
 }
 CODE = "#D55E00"
+GREY = "#555555"
 
 
 def load():
@@ -52,6 +63,12 @@ def roll_out(net, tok, ids, method="snapkv", group=1, temperature=0.0):
         net, [ids], group=group, max_new_tokens=5, temperature=temperature, evict=method,
         budget=BUDGET, window=WINDOW, sinks=SINKS, stop_ids=tok.stop_ids, seed=0,
     )
+
+
+def words(tok, ids):
+    """Each token as text that shows a blank and a line's end."""
+    texts = [tok.decode([token]) for token in ids]
+    return [{" ": "\u2423", "\n": "\\n"}.get(text, text.strip()) for text in texts]
 
 
 def responses(tok, rollout):
@@ -84,14 +101,6 @@ def find(ids, part):
 def code_in(tok, task, ids):
     """The positions of the code that is asked for, of which the key in the answer is no part."""
     return find(ids, tok.encode(task.answer.split()[-1]))
-
-
-def visible(until):
-    """The mask of one head, written out. until (N,) -> (N, N) bool, a row per query."""
-    row = torch.arange(len(until), device=until.device)
-    born = row <= row[:, None]                                   # (N, N) key j <= query i
-    alive = row[:, None] < until                                 # (N, N) query i < until[j]
-    return born & alive
 
 
 def segments(P, lengths):
@@ -133,7 +142,21 @@ def example(net, tok):
     return task, ids, roll_out(net, tok, ids, group=2, temperature=1.0)
 
 
-def paint(ax, lines):
+def plotter():
+    """matplotlib's pyplot, without a screen."""
+    import matplotlib
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+    return pyplot
+
+
+def save(figure, path):
+    """As a PNG, 200 dots an inch: nine inches make 1800 pixels, twice what a page shows."""
+    figure.savefig(path, dpi=200, pil_kwargs={"optimize": True})
+    plotter().close(figure)
+
+
+def paint(ax, lines, colours=COLOURS):
     """A square per letter, a row per line, from the top; a blank stays empty."""
     from matplotlib.collections import PatchCollection
     from matplotlib.patches import Rectangle
@@ -143,19 +166,19 @@ def paint(ax, lines):
         for x, letter in enumerate(line):
             if letter != " ":
                 squares.append(Rectangle((x + 0.05, y + 0.05), 0.9, 0.9))
-                fills.append(COLOURS[letter])
+                fills.append(colours[letter])
     ax.add_collection(PatchCollection(squares, facecolors=fills, linewidths=0, antialiaseds=False))
     ax.set(xlim=(0, len(lines[0])), ylim=(len(lines), 0))
     ax.set_axis_off()
 
 
-def draw_cache(ax, words, kept, code):
+def draw_cache(ax, texts, kept, code):
     """A row per prompt token, a column per layer and KV head. kept (L, nkv, K), code: positions."""
     L, nkv = kept.shape[:2]
-    P = len(words)
+    P = len(texts)
     columns = [kinds(positions.tolist(), P) for positions in kept.flatten(0, 1)]
     paint(ax, ["".join(letters) for letters in zip(*columns)])
-    for y, word in enumerate(words):
+    for y, word in enumerate(texts):
         style = {"color": CODE, "fontweight": "bold"} if y in code else {}
         ax.text(-0.4, y + 0.76, word, ha="right", fontsize=7.5, **style)
     middle = (code[0] + code[-1] + 1) / 2
@@ -176,7 +199,7 @@ def draw_matrix(ax, until, kept, P, lengths):
     N = len(until)
     letters = kinds(kept, P).ljust(N, "r")
     lines = []
-    for seen in visible(until).tolist():
+    for seen in shadow_attn.visible(until[None])[0].tolist():    # (N, N)
         lines.append("".join(letter if see else " " for letter, see in zip(letters, seen)))
     paint(ax, lines)
     parts = segments(P, lengths)
@@ -200,24 +223,18 @@ def draw_matrix(ax, until, kept, P, lengths):
 
 def draw_picture(net, tok, path):
     """Write the picture to path; the right part is of the layer and KV head named above."""
-    import matplotlib
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
+    pyplot = plotter()
     task, ids, rollout = example(net, tok)
     kept = rollout.kept[0]                                       # (L, nkv, K)
     until = pack(rollout).until[LAYER, HEAD]                     # (N,)
     lengths = rollout.lengths[0].tolist()
     P = len(ids)
-    words = []
-    for token in ids:
-        text = tok.decode([token])
-        words.append({" ": "\u2423", "\n": "\\n"}.get(text, text.strip()))
 
     width, height = 9.0, 7.3  # inches; 200 dots each make 1800 pixels, twice what a page shows
     figure = pyplot.figure(figsize=(width, height))
     left = figure.add_axes((0.9 / width, 0.9 / height, 1.75 / width, 5.45 / height))
     right = figure.add_axes((3.45 / width, 0.9 / height, 5.25 / width, 5.45 / height))
-    draw_cache(left, words, kept, code_in(tok, task, ids))
+    draw_cache(left, words(tok, ids), kept, code_in(tok, task, ids))
     draw_matrix(right, until, kept[LAYER, HEAD].tolist(), P=P, lengths=lengths)
 
     def write(x, y, text, **style):
@@ -246,28 +263,397 @@ def draw_picture(net, tok, path):
         write(x, 0.2, "\u25a0", color=COLOURS[letter], fontsize=14)
         write(x + 0.2, 0.22, name, fontsize=9)
         x += 0.6 + 0.07 * len(name)
-    figure.savefig(path, dpi=200, pil_kwargs={"optimize": True})
-    pyplot.close(figure)
+    save(figure, path)
+
+
+def mask(out):
+    """What eviction does to a prompt: every method as text, or the picture of one."""
+    net, tok = load()
+    if out is None:
+        print_methods(net, tok)
+    else:
+        draw_picture(net, tok, out)
+
+
+# kept: the prompt as text
+
+def kept_codes(kept, code):
+    """How many tokens of the code each layer and KV head keeps. kept (L, nkv, K), code: positions.
+    -> lists [layer][KV head]"""
+    return torch.isin(kept, torch.tensor(code)).sum(2).tolist()
+
+
+def text_lines(texts):
+    """Where each token of a prompt stands: a line per sentence. -> list of (x, y, text)"""
+    x = y = 0
+    places = []
+    for j, text in enumerate(texts):
+        if text == "\n" or (j and texts[j - 1] == "."):
+            x, y = 0, y + (x > 0)
+            text = text.replace("\n", "\u21b5").removeprefix(" ")
+        places.append((x, y, text))
+        x += len(text)
+    return places
+
+
+def draw_text(ax, places, letters, code):
+    """The prompt of one head, a box behind what it keeps. letters: see `kinds`."""
+    from matplotlib.patches import Rectangle
+    for j, (x, y, text) in enumerate(places):
+        colour = {"s": "white", ".": "#707070"}.get(letters[j], "black")
+        if letters[j] != ".":
+            ax.add_patch(Rectangle((x, y + 0.04), len(text), 0.92, color=COLOURS[letters[j]], lw=0))
+        weight = "bold" if j in code else "normal"
+        ax.text(x, y + 0.52, text, family="monospace", fontsize=10.5, va="center", color=colour,
+                fontweight=weight)
+    boxes = [(places[j][0], len(places[j][2])) for j in code]
+    left, right = boxes[0][0], boxes[-1][0] + boxes[-1][1]
+    y = places[code[0]][1]
+    ax.add_patch(Rectangle((left, y + 0.04), right - left, 0.92, fill=False, color=CODE, lw=2,
+                           zorder=3))
+
+
+def draw_kept(path, texts, kept, code):
+    """A panel for each layer and KV head. texts: of the tokens, kept (L, nkv, K)."""
+    places = text_lines(texts)
+    columns = max(x + len(text) for x, _, text in places)
+    rows = max(y for _, y, _ in places) + 1
+    L, nkv = kept.shape[:2]
+    width, height = 9.0, 0.8 + 1.5 * L
+    wide = columns * 0.602 * 10.5 / 72                           # inches; a letter is 0.602 em wide
+    figure = plotter().figure(figsize=(width, height))
+    counts = kept_codes(kept, code)
+    for layer in range(L):
+        for head in range(nkv):
+            x, y = 0.15 + head * (wide + 0.7), height - 1.5 * (layer + 1)
+            ax = figure.add_axes((x / width, y / height, wide / width, 1.12 / height))
+            ax.set(xlim=(0, columns), ylim=(rows, 0))
+            ax.set_axis_off()
+            draw_text(ax, places, kinds(kept[layer, head].tolist(), len(texts)), code)
+            said = {0: "the code is gone", len(code): "keeps the code"}.get(
+                counts[layer][head], "keeps a part of the code")
+            ax.set_title(f"layer {layer}, KV head {head}: {said}", loc="left", fontsize=9.5,
+                         fontweight="bold", pad=3)
+    x = 0.15
+    for letter in "skw":
+        figure.text(x / width, 0.3 / height, "\u25a0", color=COLOURS[letter], fontsize=14)
+        figure.text((x + 0.2) / width, 0.32 / height, NAMES[letter], fontsize=9.5)
+        x += 0.75 + 0.08 * len(NAMES[letter])
+    figure.text(x / width, 0.32 / height, "evicted after the prompt", color="#707070", fontsize=9.5)
+    figure.text((x + 2.2) / width, 0.32 / height, "\u25a1 the code that is asked for", color=CODE,
+                fontsize=9.5, fontweight="bold")
+    save(figure, path)
+
+
+def kept(out):
+    """The prompt of `mask` as text."""
+    net, tok = load()
+    task, ids, rollout = example(net, tok)
+    code = code_in(tok, task, ids)
+    counts = sum(kept_codes(rollout.kept[0], code), [])
+    whole, none = counts.count(len(code)), counts.count(0)
+    tell(f"{len(ids)} prompt keys, {BUDGET} kept: {SINKS} sinks, {BUDGET - SINKS - WINDOW} by votes,"
+         f" {WINDOW} of the question\nof {len(counts)} heads {whole} keep the whole code, {none} "
+         f"nothing of it, {len(counts) - whole - none} a part")
+    if out:
+        draw_kept(out, [tok.decode([token]) for token in ids], rollout.kept[0], code)
+
+
+# rows: what lives how long
+
+EVICT_BOTH = Eviction(method="h2o", budget=24, window=1, sinks=1, response_budget=2, period=1)
+BARS = {  # colour, name
+    "kept": ("#E69F00", "prompt key that the sampler keeps"),
+    "evicted": ("#CFCFCF", "prompt key that it evicts: dies where the shadow copies begin"),
+    "dense": ("#009E73", "response key in a dense copy: dies with its copy"),
+    "shadow": ("#0072B2", "response key in a shadow copy: dies with its copy"),
+    "gone": ("#000000", "response key that the sampler evicts: dies at that step"),
+}
+
+
+def example_rows(net, tok):
+    """Two samples of which one is long enough to lose keys. -> Problem, ids, Rollout"""
+    encode = prompt_encoder(tok)
+    task = problem("kv", "eval", seed=0, index=22, tokens=52, encode=encode)
+    ids = encode(task.text)
+    rollout = generate(net, [ids], group=2, max_new_tokens=9, temperature=1.0, eviction=EVICT_BOTH,
+                       stop_ids=tok.stop_ids, seed=6)
+    return task, ids, rollout
+
+
+def bars(rollout, layer, head):
+    """Each key of the first group in one head, in row order. -> list of (kind, until)"""
+    until = pack(rollout).until[layer, head].tolist()            # (N,)
+    P, lengths = len(rollout.prompts[0]), rollout.lengths[0].tolist()
+    stay = set(rollout.kept[0][layer][head].tolist())
+    found = []
+    for name, first, last in segments(P, lengths):
+        for j in range(first, last):
+            kind = name.split()[0]
+            if kind == "prompt":
+                kind = "kept" if j in stay else "evicted"
+            elif kind == "shadow" and until[j] < last:
+                kind = "gone"
+            found.append((kind, until[j]))
+    return found
+
+
+def draw_bars(ax, keys, texts, parts):
+    """A bar per key, its token to the left, sections above. parts: see `segments`."""
+    N = len(keys)
+    for name, first, last in parts:
+        ax.axvline(first, color="#999999", lw=0.8, zorder=0)
+        ax.text((first + last) / 2, -1.9, name.replace(" ", "\n"), ha="center", va="center",
+                fontsize=9)
+        for j in range(first, last):
+            kind, dies = keys[j]
+            ax.barh(j + 0.5, dies - j, left=j, height=0.76, color=BARS[kind][0], lw=0)
+            ax.text(j - 0.3, j + 0.5, texts[j], ha="right", va="center", fontsize=8)
+            if kind == "gone":
+                ax.plot([dies, last], [j + 0.5] * 2, color="black", lw=1, ls=":")
+    ax.axvline(N, color="#999999", lw=0.8, zorder=0)
+    edges = [first for _, first, _ in parts] + [N]
+    ax.set(xlim=(-6, N), ylim=(N, 0), xticks=edges, yticks=[])
+    ax.tick_params(axis="x", labelsize=9, length=3)
+    for side in ("left", "right", "top"):
+        ax.spines[side].set_visible(False)
+
+
+def rows(out):
+    """The packed rows of a group and the lifetimes of its keys in one head."""
+    net, tok = load()
+    task, ids, rollout = example_rows(net, tok)
+    keys = bars(rollout, LAYER, HEAD)
+    lengths = rollout.lengths[0].tolist()
+    parts = segments(len(ids), lengths)
+    said = responses(tok, rollout)
+    tell(f"{len(keys)} rows: " + ", ".join(f"{n} {a} to {b - 1}" for n, a, b in parts))
+    tell(f"samples {said}, rewards {[reward(task, text) for text in said]}")
+    tell(f"layer {LAYER}, KV head {HEAD}:")
+    for kind, (_, name) in BARS.items():
+        ends = [dies for what, dies in keys if what == kind]
+        tell(f"{len(ends):3d} x {name}; until {sorted(set(ends))}")
+    if out is None:
+        return
+    texts = words(tok, ids)
+    for _ in ("dense", "shadow"):
+        for g, n in enumerate(lengths):
+            texts += words(tok, rollout.tokens[0, g, :n - 1].tolist())
+    width, height = 9.0, 8.4
+    figure = plotter().figure(figsize=(width, height))
+    ax = figure.add_axes((0.02, 0.06, 0.95, 0.82))
+    draw_bars(ax, keys, texts, parts)
+    figure.text(0.015, 0.965, f"How long each key lives: layer {LAYER}, KV head {HEAD}",
+                fontsize=12, fontweight="bold")
+    figure.text(0.015, 0.94, "a bar per key, from its own row to its until; the query of a row sees "
+                "the keys whose bars cross that row", fontsize=9)
+    for i, (colour, name) in enumerate(BARS.values()):
+        ax.text(-5, 53 + 2.6 * i, "\u25a0", color=colour, fontsize=14, va="center")
+        ax.text(-3, 53 + 2.6 * i, name, fontsize=9, va="center")
+    ax.set_xlabel("row", fontsize=9)
+    save(figure, out)
+
+
+# tiles: what the kernel computes
+
+TILE = 8  # rows and keys; the kernel's are 128 x 64
+PAIRS = {  # colour, name
+    "f": ("#0072B2", "seen, in a full tile: no mask"),
+    "p": ("#E69F00", "seen, in a partial tile: with a mask"),
+    "h": ("#DCDCDC", "not seen, computed and masked"),
+}
+
+
+def in_interpreter(f, *args):
+    """f(*args) in a process of its own, where Triton's interpreter runs the kernels on CPU."""
+    before = os.environ.get("TRITON_INTERPRET")
+    os.environ["TRITON_INTERPRET"] = "1"
+    try:
+        with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as pool:
+            return pool.submit(f, *args).result()
+    finally:
+        del os.environ["TRITON_INTERPRET"]
+        if before is not None:
+            os.environ["TRITON_INTERPRET"] = before
+
+
+def list_tiles(until, tile):
+    """What the kernel lists, by its own preparation. until: lists, a row per head; tile: rows of a
+    tile and keys of one. To be called by `in_interpreter`, as it changes the kernel's tiles.
+    -> for keys in row order, then sorted: born[head], grid[head][query tile][key tile], which is
+    0 dead, 1 partial, 2 full"""
+    shadow_attn.TILE_Q = shadow_attn.TILE_K = tile
+    until = torch.tensor(until, dtype=torch.int32)               # (heads, N)
+    heads, N = until.shape
+    plan = shadow_attn.prepare(until, backward=False)
+    born = torch.arange(plan.born.shape[1], dtype=torch.int32)
+    dies = F.pad(until, (0, len(born) - N))                      # (heads, nk * tile)
+    born = born.expand(heads, -1)                                # (heads, nk * tile)
+    dies = torch.where(dies > born, dies, 0)
+    bounds = []
+    for x in (born, dies):
+        bounds += x.reshape(heads, -1, tile).aminmax(dim=2)      # (heads, nk) each
+    in_order, = shadow_attn.tile_lists(bounds, N, 1, by_key=False)
+    return [(born.tolist(), grids(in_order)), (plan.born.tolist(), grids(plan.by_query))]
+
+
+def grids(listed):
+    """TileLists -> lists [head][query tile][key tile] of 0, 1 or 2."""
+    heads, nq, nk = listed.lists.shape
+    grid = torch.zeros(heads, nq, nk, dtype=torch.int64)
+    for h in range(heads):
+        for i in range(nq):
+            partial, visible = listed.n_partial[h, i], listed.n_visible[h, i]
+            tiles = listed.lists[h, i].long()
+            grid[h, i, tiles[:partial]] = 1
+            grid[h, i, tiles[partial:visible]] = 2
+    return grid.tolist()
+
+
+def counted(grid):
+    """-> tiles computed, those of them that are full"""
+    flat = sum(grid, [])
+    return len(flat) - flat.count(0), flat.count(2)
+
+
+def pairs(until, born, grid):
+    """A line per query, a letter per key in the order of born: see PAIRS; blank where the tile is
+    dead. until (N,)"""
+    N = len(until)
+    seen = F.pad(shadow_attn.visible(until[None])[0], (0, len(born) - N))[:, born]  # (N, keys)
+    letters = {(2, True): "f", (1, True): "p", (1, False): "h", (0, False): " "}  # no other is right
+    lines = []
+    for i, row in enumerate(seen.tolist()):
+        tiles = grid[i // TILE]
+        lines.append("".join(letters[tiles[c // TILE], see] for c, see in enumerate(row)))
+    return lines
+
+
+def draw_tiles(ax, until, born, grid):
+    """One panel. until (N,), born: the order of keys, grid: of tiles."""
+    N, wide = len(until), len(born)
+    paint(ax, pairs(until, born, grid), {letter: colour for letter, (colour, _) in PAIRS.items()})
+    ax.set(xlim=(-0.3, wide + 0.3), ylim=(N + 0.3, -3.4))
+    for i in range(0, N + TILE, TILE):
+        ax.plot([0, wide], [min(i, N)] * 2, color="#BBBBBB", lw=0.6)
+    for c in range(0, wide + 1, TILE):
+        ax.plot([c, c], [0, N], color="#BBBBBB", lw=0.6)
+    for i, tiles in enumerate(grid):
+        for c, tile in enumerate(tiles):
+            if tile:
+                x, y = [c * TILE, (c + 1) * TILE], [i * TILE, min((i + 1) * TILE, N)]
+                ax.plot([x[0], x[1], x[1], x[0], x[0]], [y[0], y[0], y[1], y[1], y[0]],
+                        color="black", lw=0.9)
+    dies = [int(until[j]) if j < N else 0 for j in born]
+    first = 0
+    for c in range(1, wide + 1):  # what dies together, above the panel; a bar, grey if evicted
+        if c == wide or (dies[c], born[c] < N) != (dies[first], born[first] < N):
+            if born[first] < N:
+                ax.plot([first + 0.2, c - 0.2], [-0.9] * 2, color=GREY, lw=1.5)
+                if c - first > 2:
+                    ax.text((first + c) / 2, -1.3, dies[first], ha="center", fontsize=7.5)
+            first = c
+
+
+def tiles(out):
+    """Which tiles the kernel computes for the rollout of `mask`."""
+    if shadow_attn.triton is None:
+        raise ValueError("tiles are listed by the kernel's own code, which needs triton")
+    net, tok = load()
+    _, ids, rollout = example(net, tok)
+    until = pack(rollout).until.flatten(0, 1)                    # (L * nkv, N)
+    this = LAYER * net.config.n_kv_head + HEAD
+    orders = in_interpreter(list_tiles, until.tolist(), TILE)
+    every = sum(map(len, orders[0][1][this]))
+    tell(f"{until.shape[1]} rows, tiles of {TILE} x {TILE} (the kernel's: {shadow_attn.TILE_Q} x "
+         f"{shadow_attn.TILE_K}), {every} for each head\nlayer {LAYER}, KV head {HEAD}:")
+    names = "keys in row order", "keys sorted by until"
+    for name, (_, grid) in zip(names, orders):
+        computed, full = counted(grid[this])
+        all_computed, all_full = map(sum, zip(*map(counted, grid)))
+        tell(f"{name}: {computed} tiles computed, {full} of them full; all {len(until)} heads: "
+             f"{all_computed}, {all_full} full")
+    if out is None:
+        return
+    width, height = 9.0, 5.3
+    figure = plotter().figure(figsize=(width, height))
+    for i, (name, (born, grid)) in enumerate(zip(names, orders)):
+        ax = figure.add_axes((0.075 + 0.475 * i, 0.09, 0.445, 0.75))
+        draw_tiles(ax, until[this], born[this], grid[this])
+        computed, full = counted(grid[this])
+        figure.text(0.075 + 0.475 * i, 0.95, name.capitalize(), fontsize=11, fontweight="bold")
+        figure.text(0.075 + 0.475 * i, 0.905, f"{computed} of {every} tiles computed, {full} of "
+                    "them without a mask", fontsize=9)
+        if i == 0:
+            for part, first, last in segments(len(ids), rollout.lengths[0].tolist()):
+                ax.text(-1, (first + last) / 2, part, ha="right", va="center", fontsize=8)
+        ax.text(-0.5, -1.3, "until", ha="right", fontsize=7.5)
+    for i, (colour, name) in enumerate(PAIRS.values()):
+        figure.text(0.075 + 0.29 * i, 0.025, "\u25a0", color=colour, fontsize=13)
+        figure.text(0.095 + 0.29 * i, 0.03, name, fontsize=9)
+    save(figure, out)
+
+
+# acceptance: both policies while arms train
+
+ARMS = os.path.join(ROOT, "results", "arms")
+SHOWN = ["naive lr=1e-4", "shadow lr=3e-4", "smd lr=1e-3"]
+OVERLAP = {"eval_accept": "mean", "eval_accept_p05": "5th percentile"}
+
+
+def acceptance(out):
+    """Held-out acceptance by step, its mean and its lower tail."""
+    arms = ablate.load(ARMS, SHOWN)
+    for name, a in arms.items():
+        for key, what in OVERLAP.items():
+            steps, values = ablate.over_seeds(a, key)
+            means = ", ".join(f"{step}: {fmean(x):.3f}" for step, x in zip(steps, values))
+            tell(f"{name}, {len(a['logs'])} seeds, {what}; step {means}")
+    if out is None:
+        return
+    pyplot = plotter()
+    with pyplot.rc_context(ablate.PAGE):
+        figure, panels = pyplot.subplots(1, 2, figsize=(9, 3.9), layout="constrained")
+        ends = []
+        for ax, (key, what) in zip(panels, OVERLAP.items()):
+            ends.append(ablate.curve(ax, arms, key))
+            ablate.spread_of(ax, arms, key)
+            ax.set(xlabel="step", xlim=(0, 100), title=what)
+        panels[1].set(yscale="log")
+        for _ in range(2):  # labels decide how much room is left, its height where they stand
+            for ax, end in zip(panels, ends):
+                ablate.label(ax, end)
+            figure.draw_without_rendering()
+        save(figure, out)
+
+
+FIGURES = {f.__name__: f for f in (mask, kept, rows, tiles, acceptance)}
 
 
 def main(argv=None):
-    a = Arguments(prog="draw", description="draw which prompt keys are kept")
+    a = Arguments(prog="draw", description="print the numbers of a figure, or draw it")
+    a.add_argument("figure", nargs="?", choices=[*FIGURES], default="mask",
+                   help="mask, of all methods if it is printed; " + ", ".join([*FIGURES][1:]))
     a.add_argument("--out", type=os.path.expanduser,
-                   help="a .png to draw the picture to; without it, lines of text")
-    out = a.parse_args(argv).out
+                   help="a .png to draw to; without it, lines of text")
+    a = a.parse_args(argv)
     with one_line_errors(ValueError, OSError):
-        if out is None:
-            print_methods(*load())
-            return
-        if not out.endswith(".png") or os.path.isdir(out):
-            raise ValueError(f"--out must name a .png, got {out!r}")
-        try:
-            import matplotlib  # noqa: F401
-        except ImportError:
-            raise ValueError("the picture needs matplotlib: pip install matplotlib") from None
-        make_folder(os.path.dirname(out) or ".")
-        draw_picture(*load(), out)
-        tell(f"picture written to {out}")
+        if a.out is not None:
+            check_out(a.out)
+        FIGURES[a.figure](a.out)
+        if a.out is not None:
+            tell(f"picture written to {a.out}")
+
+
+def check_out(path):
+    """Raise ValueError if no picture can be written there."""
+    if not path.endswith(".png") or os.path.isdir(path):
+        raise ValueError(f"--out must name a .png, got {path!r}")
+    try:
+        import matplotlib  # noqa: F401
+    except ImportError:
+        raise ValueError("the picture needs matplotlib: pip install matplotlib") from None
+    make_folder(os.path.dirname(path) or ".")
 
 
 if __name__ == "__main__":
