@@ -22,7 +22,8 @@ from rollout import Rollout, generate
 
 ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 PAGES = ["README.md", "docs/results.md", "docs/speed.md", "docs/reproduce.md",
-         "docs/lesson.md", "docs/exercises.md", "docs/answers.md", "docs/ablations.md"]
+         "docs/lesson.md", "docs/exercises.md", "docs/answers.md", "docs/ablations.md",
+         "docs/figures.md"]
 OLD = "results/old/README.md"
 
 
@@ -232,7 +233,7 @@ def test_commands_and_options_exist(page):
     for file in re.findall(r"python (\w+\.py)", text.replace("level: `python ablate.py`", "")):
         assert os.path.exists(os.path.join(ROOT, file)), file
     own = {"seconds", "runs", "help", "seeds", "first", "jobs", "threads", "out", "keep", "table",
-           "compare", "lean", "stage", "lengths", "layers", "quick", "prompt", "key"}
+           "compare", "lean", "update", "stage", "lengths", "layers", "quick", "prompt", "key"}
     for key in re.findall(r"--(\w+)", text):
         assert key in train.DEFAULTS or key in own, key
     for name in re.findall(r"config/(\w+)\.py", text):
