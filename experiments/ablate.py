@@ -21,9 +21,8 @@ are then no measure of speed. A finished run needs only log.jsonl and config.jso
 and best/ may be deleted, which --lean=True does at its end (model/ alone would be written
 again).
 
-Table and figure see a log only after `compact`, which keeps what they need at 6 significant
-digits; that is also what --keep writes, so kept logs give the same table. Runs that did not
-end count nowhere and are named under the table.
+--keep writes the logs in small, from which --table gives the same table (logs.py). Runs that did
+not end count nowhere and are named under the table.
 
 Whoever looks at all differences finds one. So --compare names up to three before the first run
 starts, each two arms and the cache that they are served with; they are written down at once, and
@@ -35,8 +34,6 @@ is killed.
 """
 import ctypes
 import glob
-import json
-import math
 import os
 import re
 import shlex
@@ -49,6 +46,25 @@ from statistics import fmean
 from types import SimpleNamespace
 
 import train
+from experiments.curves import figure
+from experiments.logs import (
+    CACHES,
+    LAST,
+    MANY_SEEDS,
+    at_end,
+    compared,
+    ended,
+    find_logs,
+    folder,
+    keep,
+    load,
+    parse_compare,
+    read,
+    recorded,
+    remember,
+    results,
+    series,
+)
 from experiments.ttest import holm, interval, p_value
 from support.configurator import check_ranges, configure, help_if_asked, make_folder
 from support.jsonfile import entry, read_json, shown
@@ -65,9 +81,6 @@ from support.run import (
 
 ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 TRAIN = os.path.join(ROOT, "train.py")
-LAST = 10  # steps over which noisy numbers are averaged
-COMPARE = "--compare"  # in settings.json, beside the names of arms
-CACHES = {"compressed": "eval_compressed", "dense": "eval_dense"}
 OPTIONS = dict(
     seeds=3,           # seeds 0, 1, 2, or as many from `first` on
     first=0,           # the first seed
@@ -131,26 +144,6 @@ def parse_arm(text):
     return " ".join(name), files, options
 
 
-def parse_compare(text):
-    """'smd/naive/compressed,smd/dense/dense' -> [(arm, other arm, cache)]; no name of an arm has
-    a slash. Raises ValueError."""
-    pairs = []
-    for part in re.split(r"(?<=/compressed),|(?<=/dense),", text):
-        names = part.split("/")
-        if len(names) != 3 or names[2] not in CACHES or names[0] == names[1]:
-            raise ValueError(f"compare {shown(part)}: write ARM/OTHER/compressed or "
-                             "ARM/OTHER/dense, several joined by commas")
-        pairs.append(tuple(names))
-    if len(pairs) > 3:
-        raise ValueError(f"compare names {len(pairs)} comparisons, at most 3: each one more makes "
-                         "all of them weaker")
-    return pairs
-
-
-def folder(name):
-    return name.replace(" ", ",")  # needs no quotes in a shell
-
-
 def request(texts, common, seeds):
     """Check every arm as train.py would, before anything runs. seeds: a range.
     -> {name: what settings.json holds}, {name: settings}. Raises ValueError."""
@@ -179,77 +172,6 @@ def start_of(c):
 
 # running
 
-def read(path):
-    """A log -> its rows, of whole lines: a kill may leave half a one. Raises ValueError, naming
-    the line, for what train.py does not write: anything but JSON objects of finite numbers in
-    the order of steps, an evaluation before the step of its number."""
-    if not os.path.isfile(path):  # a FIFO would be waited for
-        raise FileNotFoundError(f"{path} is missing, or is no regular file")
-    rows, place = [], (-1, False)
-    with open(path, "rb") as f:
-        lines = [line for line in f if line.endswith(b"\n")]
-    for number, line in enumerate(lines, 1):
-        try:
-            row = json.loads(line)
-            check_row(row)
-            before, place = place, (row["step"], "reward" in row)
-            if place <= before:
-                raise ValueError(f"step {row['step']} is out of order")
-        except (ValueError, RecursionError) as e:
-            raise ValueError(f"{path}, line {number}: {e}") from None
-        rows.append(row)
-    steps = [r for r in rows if "reward" in r]
-    if steps and not all(steps[-1].get(key, 0) > 0 for key in KV):
-        raise ValueError(f"{path}: the last step has no {', '.join(KV)} above 0")
-    return rows
-
-
-def check_row(row):
-    """Raise ValueError if the row of a log, old or new, full or compact, cannot be counted."""
-    if not isinstance(row, dict):
-        raise ValueError("not an object of train.py's log")
-    for key in KEPT[1:] + KV + ("peak_gb", "rollout_s", "learn_s"):
-        x = row.get(key, 0)
-        if type(x) not in (int, float) or not abs(x) < 1e300:  # nor NaN
-            raise ValueError(f"{key} must be a finite number, got {x!r:.40}")
-    if type(row.get("step")) is not int or row["step"] < 0:
-        raise ValueError(f"step must be a whole number from 0, got {row.get('step')!r:.40}")
-    kind, need = "eval", ("eval_compressed", "eval_dense")
-    if "reward" in row:
-        kind, need = "step", ("seconds",) if "seconds" in row else ("rollout_s", "learn_s")
-    if row.get("kind", kind) != kind:  # old logs do not name it
-        raise ValueError(f"kind must be step with a reward, eval without, got {row['kind']!r:.40}")
-    if not row.keys() >= {*need}:
-        raise ValueError(f"a row of kind {kind} needs {', '.join(need)}")
-
-
-def recorded(where):
-    """What settings.json says: {name of an arm: its arguments, seeds, steps}."""
-    file = os.path.join(where, "settings.json")
-    arms = read_json(file, {})
-    arms.pop(COMPARE, None)
-    for name, a in arms.items():
-        if not (isinstance(a, dict) and type(a.get("args")) is type(a.get("start", "")) is str
-                and type(a.get("steps", "")) in (int, type(None)) and type(a.get("seeds")) is list
-                and all(type(seed) is int for seed in a["seeds"])):
-            raise ValueError(f"{file}: {shown(name)} needs args (text), "
-                             "seeds (a list of ints), steps (an int or null), start (text)")
-    return arms
-
-
-def compared(where):
-    """The comparisons that settings.json names and how many runs had begun then, or None."""
-    file = os.path.join(where, "settings.json")
-    named = read_json(file, {}).get(COMPARE)
-    if named is None:
-        return None
-    try:
-        parse_compare(entry(named, "compare", str))
-        entry(named, "begun", int)
-    except (ValueError, AttributeError) as e:
-        raise ValueError(f"{file}: {COMPARE}: {e}") from None
-    return named
-
 
 def name_comparisons(where, text):
     """Those of the folder, else those of text as of now, or None; nothing is written. Raises
@@ -269,17 +191,6 @@ def check_compared(named, arms):
         for name in names:
             if name not in arms:
                 raise ValueError(f"compare: no arm {name!r}, only {', '.join(arms)}")
-
-
-def ended(log, steps=None):
-    """Does the log hold every step once, in order, begin with the evaluation before the first
-    and end with the one after the last?"""
-    done = [r["step"] for r in log if "reward" in r]
-    if not done or "reward" in log[0] or "reward" in log[-1]:
-        return False
-    if done != list(range(log[-1]["step"])):
-        return False
-    return not steps or len(done) == steps
 
 
 def decide(path, c):
@@ -460,128 +371,14 @@ def run_all(todo, jobs, threads, lean=False):
     return failed
 
 
-# logs
-
-KEPT = ("kind", "step", "reward", "loss", "kl", "gap", "gap_max", "weight", "rejected", "accept",
-        "accept_p05", "entropy", "equal", "truncated", "tokens", "length", "grad_norm", "lr",
-        "problems", "eval_compressed", "eval_dense", "eval_accept", "eval_accept_p05",
-        "eval_length", "eval_length_dense", "seconds")
-KV = ("kv_kept", "kv_dense", "kv_dense_shared")  # of the last step only
-
-
-def compact(log):
-    """What table and figure need of a log, at 6 significant digits. A compact log stays as
-    it is."""
-    steps, out = [r for r in log if "reward" in r], []
-    for r in log:
-        row = {k: r[k] for k in KEPT if k in r}
-        if "learn_s" in r:
-            row["seconds"] = r["rollout_s"] + r["learn_s"]
-        if r is steps[-1]:
-            row |= {k: x for k, x in r.items() if k.startswith("kv_")}
-            if "peak_gb" in r:  # a resumed run counts its peak anew
-                row["peak_gb"] = max(s.get("peak_gb", 0) for s in steps)
-        out.append({k: float(f"{x:.6g}") if isinstance(x, float) else x for k, x in row.items()})
-    return out
-
-
-def remember(where, arms, named=None):
-    """Add arms to where/settings.json, and their seeds to those that it has, and the comparisons
-    unless it has some."""
-    all_arms, named = recorded(where), compared(where) or named
-    for name, a in arms.items():
-        before = all_arms.get(name, a)["seeds"]
-        all_arms[name] = {**a, "seeds": sorted({*a["seeds"], *before})}
-    if named:
-        all_arms[COMPARE] = named
-    lines = (f"{json.dumps(name)}: {json.dumps(a)}" for name, a in all_arms.items())
-    write_text(os.path.join(where, "settings.json"), "{" + ",\n ".join(lines) + "}\n")
-
-
-def find_logs(where):
-    """OUT/ARM/SEED/log.jsonl, OUT/ARM-SEED.jsonl and, of a run of train.py, OUT/log.jsonl
-    -> {the arm's folder: {seed: path}}, sorted by path"""
-    inside, found = glob.escape(where), {}
-    paths = [path for pattern in ("*/*/log.jsonl", "*-*.jsonl")
-             for path in glob.glob(os.path.join(inside, pattern)) if os.path.isfile(path)]
-    for path in sorted(os.path.relpath(p, where).replace(os.sep, "/") for p in paths):
-        match = re.fullmatch(r"([^/]+)(?:/(0|[1-9][0-9]*)/log|-(0|[1-9][0-9]*))\.jsonl", path)
-        if match:
-            seed = int(match[2] or match[3])
-            found.setdefault(folder(match[1]), {})[seed] = os.path.join(where, path)
-    alone = os.path.join(where, "log.jsonl")
-    if os.path.isfile(alone):
-        seed = read_json(os.path.join(where, "config.json"), {}).get("seed", 0)
-        if type(seed) is not int:
-            raise ValueError(f"{where}/config.json: seed must be an int, got {seed!r:.40}")
-        found.setdefault(folder(os.path.basename(os.path.abspath(where))), {})[seed] = alone
-    return found
-
-
-def load(where, names=()):
-    """-> {name: what settings.json holds, with logs: {seed: compact log of a run that
-    ended}} in the order of names or of settings.json. Raises ValueError."""
-    arms, found = recorded(where), find_logs(where)
-    known = {folder(name) for name in arms}
-    for each, logs in found.items():
-        if each not in known:
-            arms[each.replace(",", " ")] = dict(args="", seeds=list(logs), steps=None)
-    if not arms:
-        raise ValueError(f"no log in {where!r}: looked for log.jsonl, ARM/SEED/log.jsonl and "
-                         "ARM-SEED.jsonl there")
-    for name in names:
-        if name not in arms:
-            raise ValueError(f"no arm {name!r} in {where!r}: it holds {', '.join(arms)}")
-    arms = {name: arms[name] for name in names or arms}
-    for name, a in arms.items():
-        paths = found.get(folder(name), {})
-        logs = {seed: read(path) for seed, path in sorted(paths.items())}
-        a["seeds"] = sorted({*a["seeds"], *logs})
-        a["logs"] = {seed: compact(log) for seed, log in logs.items() if ended(log, a["steps"])}
-    return arms
-
-
-def keep(where, arms, named=None):
-    """Write the logs of arms to a folder, compact, and what settings.json says about them."""
-    os.makedirs(where, exist_ok=True)
-    for name, a in arms.items():
-        for seed, log in a["logs"].items():
-            lines = (json.dumps(row, separators=(",", ":")) + "\n" for row in log)
-            write_text(os.path.join(where, f"{folder(name)}-{seed}.jsonl"), "".join(lines))
-    arms = {name: {k: x for k, x in a.items() if k != "logs"} for name, a in arms.items()}
-    remember(where, arms, named)
-
-
 # the tables
 
-MANY_SEEDS = 8  # from here on single seeds are not shown
 NOTE = ("Reward: on held-out problems, greedy, mean of a run's last two evaluations; beside the "
         "mean over seeds its 95 % interval (Student's t, which knows no bounds). Gap: mean "
         "|log-prob of the learner - of the sampler|. Acceptance: overlap of the dense and the "
         "sparse policy, mean and 5th percentile. KL and entropy in nats, response length in "
         "tokens. KV kept: of a dense cache, in brackets of one that stores each prompt once per "
         "group. Minutes: sampling and learning, without evaluation.")
-
-
-def series(a, key):
-    """One list per seed: `key` of the rows that have it."""
-    return [[r[key] for r in log if key in r] for log in a["logs"].values()]
-
-
-def at_end(a, key):
-    """Of each seed that logged key the mean over its last steps."""
-    return [fmean(s[-LAST:]) for s in series(a, key) if s]
-
-
-def results(a, key):
-    """{seed: mean of key over the last two evaluations} where it was logged. That before the first
-    step is none of them."""
-    found = {}
-    for seed, log in a["logs"].items():
-        values = [r[key] for r in log if key in r and r["step"] > 0]
-        if values:
-            found[seed] = fmean(values[-2:])
-    return found
 
 
 def across(values):
@@ -744,166 +541,6 @@ def table(arms, named=None, every=None):
     if missing:
         parts.append(f"**Not finished, and counted nowhere: {', '.join(missing)}.**\n")
     return "\n".join(parts)
-
-
-# the figure
-
-COLOURS = ["#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000",
-           "#888888"]  # Okabe and Ito's, grey for their yellow
-STYLES = ["-", (0, (5, 1.5)), (0, (5, 1.5, 1, 1.5)), (0, (1, 1.2))]
-PAGE = {"font.size": 8, "axes.titlesize": 8.5, "axes.titlelocation": "left",
-        "axes.spines.top": False, "axes.spines.right": False, "axes.grid": True,
-        "grid.color": "#e4e4e4", "grid.linewidth": 0.6}
-
-
-def look(i):
-    """Colour and line style of arm i."""
-    style = STYLES[(i + i // len(COLOURS)) % len(STYLES)]
-    return dict(color=COLOURS[i % len(COLOURS)], ls=style, lw=1.5)
-
-
-def smooth(s):
-    """Mean over the last steps that are there."""
-    return [fmean(s[max(0, i + 1 - LAST):i + 1]) for i in range(len(s))]
-
-
-def over_seeds(a, key, f=list):
-    """Of f(what each seed logged under key) -> steps that every seed has, and there the values of
-    all seeds"""
-    curves = []
-    for log, values in zip(a["logs"].values(), series(a, key)):
-        steps = [r["step"] for r in log if key in r]
-        curves.append(dict(zip(steps, f(values))))
-    steps = [step for step in curves[0] if all(step in c for c in curves)]
-    return steps, [[c[step] for c in curves] for step in steps]
-
-
-def places(wanted, gap, low, high):
-    """Heights near the wanted ones, at least gap apart, in [low, high] if they fit: the
-    nearest in least squares."""
-    order, blocks = sorted(range(len(wanted)), key=wanted.__getitem__), []
-    # less their n gaps, heights must only not fall: pool neighbours that do (isotonic
-    # regression)
-    for n, i in enumerate(order):
-        blocks.append([wanted[i] - n * gap])
-        while len(blocks) > 1 and fmean(blocks[-2]) > fmean(blocks[-1]):
-            blocks[-2:] = [blocks[-2] + blocks[-1]]
-    top = max(low, high - (len(order) - 1) * gap)
-    flat = [min(max(fmean(b), low), top) for b in blocks for _ in b]
-    return [flat[n] + n * gap for n in map(order.index, range(len(wanted)))]
-
-
-def label(ax, ends):
-    """Write names at the right ends of lines, none over another. ends: (name, colour, last
-    point)"""
-    for old in list(ax.texts):
-        old.remove()
-    box, pt = ax.get_window_extent(), ax.figure.dpi / 72
-    to_axes = ax.transData + ax.transAxes.inverted()
-    points = [to_axes.transform(end) for _, _, end in ends]
-    heights = places([y for _, y in points], gap=8.5 * pt / box.height, low=0.01, high=0.97)
-    for (name, colour, _), point, y in zip(ends, points, heights):
-        line = dict(arrowstyle="-", color=colour, lw=0.5, shrinkA=0, shrinkB=2, relpos=(0, 0.5))
-        ax.annotate(name, xy=point, xytext=(1 + 16 * pt / box.width, y),
-                    xycoords="axes fraction", textcoords="axes fraction", fontsize=7.5,
-                    color=colour, va="center", annotation_clip=False, arrowprops=line,
-                    parse_math=False)
-
-
-def curve(ax, arms, key, f=list, positive=False):
-    """A line for each arm: key, changed by f, mean over seeds. -> ends for `label`"""
-    ends = []
-    for i, (name, a) in enumerate(arms.items()):
-        steps, values = over_seeds(a, key, f)
-        points = [(s, y) for s, y in zip(steps, map(fmean, values)) if y > 0 or not positive]
-        if points:
-            ax.plot(*zip(*points), **look(i))
-            ends.append((name, look(i)["color"], points[-1]))
-    return ends
-
-
-def spread_of(ax, arms, key):
-    """Around the lines of `curve` each seed, or of many seeds the interval of their mean. -> what
-    was drawn"""
-    seeds = max(len(a["logs"]) for a in arms.values())
-    for i, a in enumerate(arms.values()):
-        steps, values = over_seeds(a, key)
-        colour = look(i)["color"]
-        if seeds < MANY_SEEDS:
-            ax.plot(steps, values, color=colour, lw=0.6, alpha=0.5 if len(arms) < 6 else 0.25,
-                    zorder=1.5)
-        elif len(a["logs"]) > 1:
-            low, high = zip(*[(m - half, m + half) for m, half in map(interval, values)])
-            ax.fill_between(steps, low, high, color=colour, lw=0, alpha=0.12)
-    if seeds == 1:
-        return ""
-    return " (thin: single seeds)" if seeds < MANY_SEEDS else " (band: 95 % interval of the mean)"
-
-
-def draw_reward(ax, arms, cache):
-    ends = curve(ax, arms, CACHES[cache])
-    more = spread_of(ax, arms, CACHES[cache])
-    highest = max((max(s) for key in CACHES.values() for a in arms.values()
-                   for s in series(a, key) if s), default=1)
-    top = min(1, math.ceil(11 * highest) / 10)  # of both panels, which are to be compared
-    ax.set(ylabel="held-out reward", ylim=(0, top), title=f"Served {cache}{more}")
-    return ends
-
-
-def draw_gap(ax, arms):
-    ends = curve(ax, arms, "gap", smooth, positive=True)  # 0 has no logarithm
-    ax.set(ylabel=f"nats, mean of {LAST} steps", yscale="log",
-           title="Gap: mean |log-prob of learner - sampler|")
-    ax.minorticks_off()
-    return ends
-
-
-def draw_acceptance(ax, arms, key):
-    """key: accept, logged in every step, or eval_accept"""
-    f, where = list, "of held-out tokens"
-    if key == "accept":
-        f, where = smooth, f"mean of {LAST} steps"
-    ends = curve(ax, arms, f"{key}_p05", f)
-    ax.set(ylabel="overlap of the policies", ylim=(0, 1),
-           title=f"Acceptance: 5th percentile {where}")
-    return ends
-
-
-def figure(arms, path):
-    """Rewards under both caches, gap and acceptance by step, as a PNG for a page 900 px wide."""
-    arms = {name: a for name, a in arms.items() if a["logs"]}
-    if not arms:
-        tell("no figure: no run has ended", sys.stderr)
-        return
-    try:
-        import matplotlib
-    except ImportError:
-        tell("no figure: it needs matplotlib (pip install matplotlib)", sys.stderr)
-        return
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-    # held-out acceptance, where logged, covers arms that replay one policy only
-    logged = [key for key in ("eval_accept", "accept")
-              if any(any(series(a, key)) for a in arms.values())]
-    steps = max(log[-1]["step"] for a in arms.values() for log in a["logs"].values())
-    height = max(6, 0.36 * len(arms))  # inches; labels need room
-    with plt.rc_context(PAGE):
-        fig, panels = plt.subplot_mosaic("AB;CD" if logged else "AB;CC", figsize=(9, height),
-                                         layout="constrained", height_ratios=(1.25, 1))
-        ends = dict(A=draw_reward(panels["A"], arms, "compressed"),
-                    B=draw_reward(panels["B"], arms, "dense"), C=draw_gap(panels["C"], arms))
-        if logged:
-            ends["D"] = draw_acceptance(panels["D"], arms, logged[0])
-        for ax in panels.values():
-            ax.set(xlabel="step", xlim=(0, steps))
-        # labels decide how much room is left for a panel, its height where they must stand
-        for _ in range(2):
-            for k, ax in panels.items():
-                label(ax, ends[k])
-            fig.draw_without_rendering()
-        fig.savefig(path + ".tmp", dpi=200, format="png")
-        plt.close(fig)
-    os.replace(path + ".tmp", path)
 
 
 def run_missing(options, texts, common, named):

@@ -17,7 +17,8 @@ import re
 from statistics import fmean
 
 import train
-from experiments.ablate import CACHES, COLOURS, PAGE, load, places, results
+from experiments.curves import COLOURS, PAGE, places
+from experiments.logs import CACHES, load, results
 from support.configurator import Arguments, make_folder
 from support.run import one_line_errors, tell
 

@@ -27,7 +27,9 @@ import torch.nn.functional as F
 import shadow_attn
 from data.tasks import problem, prompt_encoder, reward
 from data.tokenizer import Tokenizer
-from experiments import ablate
+from experiments import curves
+from experiments.logs import load as load_logs
+from experiments.logs import over_seeds
 from grpo import pack
 from kvcache import EVICT, Eviction
 from model import Transformer
@@ -634,39 +636,39 @@ OVERLAP = {"eval_accept": "mean", "eval_accept_p05": "5th percentile"}
 
 def acceptance(out):
     """Held-out acceptance by step, its mean and its lower tail over tokens."""
-    arms = ablate.load(ARMS, SHOWN)
+    arms = load_logs(ARMS, SHOWN)
     for name, a in arms.items():
         for key, what in OVERLAP.items():
             tell(f"{name}, {len(a['logs'])} seeds, {what} of tokens, by step: median (lowest to "
                  "highest seed)")
             tell("  " + ", ".join(f"{step}: {median(x):.3f} ({min(x):.3f} to {max(x):.3f})"
-                                  for step, x in zip(*ablate.over_seeds(a, key))))
+                                  for step, x in zip(*over_seeds(a, key))))
     if out is None:
         return
     pyplot = plotter()
-    with pyplot.rc_context(ablate.PAGE):
+    with pyplot.rc_context(curves.PAGE):
         figure, panels = pyplot.subplots(1, 2, figsize=(9, 3.9), layout="constrained")
         for ax, (key, what) in zip(panels, OVERLAP.items()):
-            thin = ablate.spread_of(ax, arms, key)
+            thin = curves.spread_of(ax, arms, key)
             ax.set(xlabel="step", xlim=(0, 100), title=f"{what.capitalize()} of tokens{thin}")
         panels[0].set(ylabel="held-out acceptance")
         panels[1].set(ylabel="held-out acceptance, logarithmic", yscale="log")
         panels[1].set_yticks([0.001, 0.01, 0.1], ["0.001", "0.01", "0.1"])
         for _ in range(2):  # labels decide how much room is left, its height where they stand
             for ax, key in zip(panels, OVERLAP):
-                ablate.label(ax, draw_medians(ax, arms, key))
+                curves.label(ax, draw_medians(ax, arms, key))
             figure.draw_without_rendering()
         save(figure, out)
 
 
 def draw_medians(ax, arms, key):
-    """A line for each arm, the median of its seeds. -> ends for `ablate.label`"""
+    """A line for each arm, the median of its seeds. -> ends for `curves.label`"""
     ends = []
     for i, (name, a) in enumerate(arms.items()):
-        steps, values = ablate.over_seeds(a, key)
+        steps, values = over_seeds(a, key)
         middle = [*map(median, values)]
-        ax.plot(steps, middle, **ablate.look(i))
-        ends.append((name, ablate.look(i)["color"], (steps[-1], middle[-1])))
+        ax.plot(steps, middle, **curves.look(i))
+        ends.append((name, curves.look(i)["color"], (steps[-1], middle[-1])))
     return ends
 
 

@@ -38,7 +38,7 @@ sys.path.insert(0, ROOT)
 import train  # noqa: E402
 from data.tasks import Problems, reward  # noqa: E402
 from data.tokenizer import Tokenizer  # noqa: E402
-from experiments import ablate  # noqa: E402
+from experiments import ablate, logs  # noqa: E402
 from model import Config, Transformer  # noqa: E402
 from support.checkpoint import write_checkpoint  # noqa: E402
 from support.run import HELD, Run  # noqa: E402
@@ -103,7 +103,7 @@ class Valid:
         self.run = [*RUN, f"--model={self.path('model')}"]
         with contextlib.redirect_stdout(io.StringIO()), as_before():
             train.main([*self.run, f"--out_dir={out}"])
-        ablate.remember(self.path("arms"), {"shadow": dict(args="", seeds=[0], steps=2, start="")})
+        logs.remember(self.path("arms"), {"shadow": dict(args="", seeds=[0], steps=2, start="")})
         self.weights = [*Transformer.from_pretrained(os.path.join(out, "model")).parameters()]
 
     def path(self, *names):
@@ -352,7 +352,7 @@ def use_task(case):
 
 def use_arms(case):
     ablate.decide(case.path("shadow", "0"), train.settings(case.valid.run))
-    assert "held-out" in ablate.table(ablate.load(case.folder))
+    assert "held-out" in ablate.table(logs.load(case.folder))
 
 
 def use_checkpoint(case):

@@ -18,7 +18,7 @@ import pytest
 
 import train
 from conftest import ROOT
-from experiments import ablate
+from experiments import ablate, curves, logs
 
 
 def made(steps, seed=0, gap=1e-6, peak=None, accept=True, kept=100, start=0.25, **end):
@@ -289,17 +289,17 @@ def test_lean_runs_keep_their_logs_alone(fake):
     out, run = fake
     assert run("--seeds=1")[0] == 0
     whole = {"ckpt.pt", "ckpt-previous.pt", "model", "best"}
-    logs = {"config.json", "log.jsonl", "train.log"}
-    assert set(os.listdir(out / "shadow" / "0")) == whole | logs  # control
+    small = {"config.json", "log.jsonl", "train.log"}
+    assert set(os.listdir(out / "shadow" / "0")) == whole | small  # control
     code, calls = run("--seeds=2", "--lean=True")
     assert code == 1 and len(calls) == 2  # naive with seed 1 fails
-    assert set(os.listdir(out / "shadow" / "1")) == logs
-    assert set(os.listdir(out / "shadow" / "0")) == whole | logs  # it was not asked to be lean
+    assert set(os.listdir(out / "shadow" / "1")) == small
+    assert set(os.listdir(out / "shadow" / "0")) == whole | small  # it was not asked to be lean
     (out / "naive" / "1" / "ckpt.pt").touch()
     assert run("--seeds=2", "--lean=True")[0] == 1 and (out / "naive" / "1" / "ckpt.pt").exists()
     (out / "mended").touch()
     assert run("--seeds=2", "--lean=True")[0] == 0
-    assert set(os.listdir(out / "naive" / "1")) == logs
+    assert set(os.listdir(out / "naive" / "1")) == small
     assert run("--seeds=2") == (0, [])  # nothing is run again for want of weights
 
 
@@ -590,10 +590,10 @@ def test_one_run_of_train_is_an_arm(tmp_path, capsys):
 
 def test_a_comma_in_a_name_is_found_again(tmp_path):
     name = 'x template={"a":1,"b":2}'
-    put(tmp_path / ablate.folder(name) / "0", made(12))
-    ablate.remember(str(tmp_path), {name: dict(args="", seeds=[0], steps=12)})
-    assert list(ablate.load(str(tmp_path))) == [name]
-    assert list(ablate.load(str(tmp_path))[name]["logs"]) == [0]
+    put(tmp_path / logs.folder(name) / "0", made(12))
+    logs.remember(str(tmp_path), {name: dict(args="", seeds=[0], steps=12)})
+    assert list(logs.load(str(tmp_path))) == [name]
+    assert list(logs.load(str(tmp_path))[name]["logs"]) == [0]
 
 
 def test_nothing_replayed_has_no_gap(tmp_path):
@@ -612,8 +612,8 @@ def test_kept_logs_give_the_table_beside_them():
     assert len(tables) > 3
     for path in tables:
         where = os.path.dirname(path)
-        arms = ablate.load(where)
-        text = ablate.table(arms, ablate.compared(where), every=arms)
+        arms = logs.load(where)
+        text = ablate.table(arms, logs.compared(where), every=arms)
         compressed, dense = served(text)
         for name, a in arms.items():
             check_means(where, name, a["logs"], compressed=compressed[name], dense=dense[name])
@@ -626,7 +626,7 @@ def check_means(where, name, seeds, compressed, dense):
     """Against the files themselves."""
     pairs = []
     for seed in seeds:
-        with open(os.path.join(where, f"{ablate.folder(name)}-{seed}.jsonl")) as f:
+        with open(os.path.join(where, f"{logs.folder(name)}-{seed}.jsonl")) as f:
             rows = [r for r in map(json.loads, f) if "eval_dense" in r]
         pairs.append([(rows[-1][key] + rows[-2][key]) / 2 for key in ("eval_compressed",
                                                                       "eval_dense")])
@@ -637,14 +637,14 @@ def check_means(where, name, seeds, compressed, dense):
 
 def test_compact_keeps_what_a_reader_asks_for():
     log = made(20)
-    small = ablate.compact(log)
+    small = logs.compact(log)
     step = {k: x for k, x in log[3].items() if not k.startswith("kv_")}
     step["seconds"] = step.pop("rollout_s") + step.pop("learn_s")
     assert small[3] == step | dict(entropy=0.333333, accept_p05=0.333333)
     assert list(small[3])[0] == list(small[0])[0] == "kind"
     assert small[0] == log[0] and small[0]["problems"] == 8
     assert small[20]["kv_kept"] == 100 and "kv_kept" not in small[19]
-    assert ablate.compact(small) == small
+    assert logs.compact(small) == small
 
 
 @pytest.mark.parametrize("change, says", [
@@ -662,11 +662,11 @@ def test_compact_keeps_what_a_reader_asks_for():
 def test_rows_that_train_does_not_write_are_named(change, says, tmp_path):
     log = made(6)
     put(tmp_path, log)
-    assert ablate.read(tmp_path / "log.jsonl") == log  # control
+    assert logs.read(tmp_path / "log.jsonl") == log  # control
     log[4] |= change  # step 3
     put(tmp_path, log)
     with pytest.raises(ValueError) as e:
-        ablate.read(tmp_path / "log.jsonl")
+        logs.read(tmp_path / "log.jsonl")
     assert str(e.value).startswith(f"{tmp_path}/log.jsonl, line 5: ") and says in str(e.value)
     assert "\n" not in str(e.value)
 
@@ -677,21 +677,21 @@ def test_rows_that_lack_something_are_named(tmp_path):
         del log[row][key]
         put(tmp_path, log)
         with pytest.raises(ValueError, match=key):
-            ablate.read(tmp_path / "log.jsonl")
+            logs.read(tmp_path / "log.jsonl")
     log[6]["kv_kept"] = 0  # a share of the cache is taken of it
     put(tmp_path, log)
     with pytest.raises(ValueError, match="above 0"):
-        ablate.read(tmp_path / "log.jsonl")
+        logs.read(tmp_path / "log.jsonl")
 
 
 @pytest.mark.parametrize("line", [b"\xff", b"[" * 100_000, b'{"step": 1', b"", b"9" * 5000])
 def test_lines_that_are_no_rows_are_named(line, tmp_path):
     (tmp_path / "log.jsonl").write_bytes(line + b"\n")
     with pytest.raises(ValueError, match="log.jsonl, line 1: ") as e:
-        ablate.read(tmp_path / "log.jsonl")
+        logs.read(tmp_path / "log.jsonl")
     assert "\n" not in str(e.value)
     (tmp_path / "log.jsonl").write_bytes(line)  # without its end it is what a kill leaves
-    assert ablate.read(tmp_path / "log.jsonl") == []
+    assert logs.read(tmp_path / "log.jsonl") == []
 
 
 def test_kept_logs_are_small_and_give_the_same_table(fake, tmp_path):
@@ -708,11 +708,11 @@ def test_kept_logs_are_small_and_give_the_same_table(fake, tmp_path):
     settings = json.loads((kept / "settings.json").read_text())
     assert settings["naive"]["args"] == "config/naive.py --steps=12"
     assert settings["naive"]["seeds"] == [0, 1, 2]
-    log = ablate.compact(made(20))
-    assert statistics.fmean(ablate.series(dict(logs={0: log}), "reward")[0]) == 0.25
+    log = logs.compact(made(20))
+    assert statistics.fmean(logs.series(dict(logs={0: log}), "reward")[0]) == 0.25
     digits = dict(gap=1.2345678e-7, accept=1 / 7, rollout_s=0.123456789)
     put(tmp_path / "long" / "smd" / "0", [r | digits if "gap" in r else r for r in made(120)])
-    ablate.keep(kept, ablate.load(str(tmp_path / "long")))
+    logs.keep(kept, logs.load(str(tmp_path / "long")))
     assert os.stat(kept / "smd-0.jsonl").st_size < 30_000
     assert set(json.loads((kept / "settings.json").read_text())) == {"naive", "shadow", "smd"}
 
@@ -721,11 +721,11 @@ def test_kept_logs_are_small_and_give_the_same_table(fake, tmp_path):
 
 def test_comparisons_are_parsed():
     name = 'x,y lr=1e-4 template={"a":1,"b":2}'
-    assert ablate.parse_compare(f"{name}/smd budget=32/dense,a-b/c:d/compressed") == [
+    assert logs.parse_compare(f"{name}/smd budget=32/dense,a-b/c:d/compressed") == [
         (name, "smd budget=32", "dense"), ("a-b", "c:d", "compressed")]
     for text in ("a/b/dense,", "a/b/dense/", "a/b/dense,c", "a/b/dense a/b/dense"):
         with pytest.raises(ValueError, match="write ARM/OTHER"):
-            ablate.parse_compare(text)
+            logs.parse_compare(text)
 
 
 def test_a_comparison_by_hand(tmp_path):
@@ -764,11 +764,11 @@ def test_comparisons_are_written_down_before_the_runs(fake, tmp_path, monkeypatc
     launch, seen = ablate.launch, []
 
     def look(*args):
-        seen.append(ablate.compared(str(out)))
+        seen.append(logs.compared(str(out)))
         return launch(*args)
     monkeypatch.setattr(ablate, "launch", look)
     assert run("--seeds=2", f"--compare={asked}", f"--keep={kept}")[0] == 0
-    assert seen == [dict(compare=asked, begun=0)] * 4 and list(ablate.recorded(str(out))) == [
+    assert seen == [dict(compare=asked, begun=0)] * 4 and list(logs.recorded(str(out))) == [
         "naive", "shadow"]
     table = (out / "table.md").read_text()
     assert "**Comparisons**, named before the first run: " in table
@@ -788,7 +788,7 @@ def test_comparisons_are_written_down_before_the_runs(fake, tmp_path, monkeypatc
 def test_comparisons_named_late_say_so(fake):
     out, run = fake
     (out / "mended").touch()
-    assert run("--seeds=1")[0] == 0 and ablate.compared(str(out)) is None
+    assert run("--seeds=1")[0] == 0 and logs.compared(str(out)) is None
     assert "Comparisons" not in (out / "table.md").read_text()
     assert run("--seeds=2", "--compare=naive/shadow/dense")[0] == 0
     table = (out / "table.md").read_text()
@@ -801,7 +801,7 @@ def test_comparisons_named_late_say_so(fake):
 
 def test_places():
     def places(wanted, gap=1):
-        return ablate.places(wanted, gap, low=0, high=10)
+        return curves.places(wanted, gap, low=0, high=10)
 
     assert places([]) == [] and places([5.0, 2.0]) == [5, 2]
     assert places([5.0, 5.0, 5.0]) == [4, 5, 6] and places([0.2, 0.1, 9.0]) == [1, 0, 9]
@@ -831,7 +831,7 @@ def test_seeds_in_the_figure(seeds, says, lines, bands):
     figure = pytest.importorskip("matplotlib.figure")
     ax = figure.Figure().subplots()
     arms = dict(a=dict(logs={seed: made(12, seed / 8) for seed in range(seeds)}))
-    assert ablate.spread_of(ax, arms, "eval_compressed").strip(" ()") == says
+    assert curves.spread_of(ax, arms, "eval_compressed").strip(" ()") == says
     assert (len(ax.lines), len(ax.collections)) == (lines, bands)
     if bands:  # at the end 0.5 + i / 32, i from 0 to 7: mean 0.609, 2.3646 x 0.0765 / sqrt(8)
         top = max(y for _, y in ax.collections[0].get_paths()[0].vertices)
@@ -849,9 +849,9 @@ def test_no_figure_without_matplotlib(tmp_path, monkeypatch, capsys):
 
 def test_a_log_with_a_step_twice_has_not_ended():
     log = made(20)
-    assert ablate.ended(log) and ablate.ended(log, 20) and not ablate.ended(log, 21)
-    assert not ablate.ended(log[:-1]) and not ablate.ended(log[1:]) and not ablate.ended([])
-    assert not ablate.ended(log[:5] + log[4:]) and not ablate.ended(log[:4] + log[5:])
+    assert logs.ended(log) and logs.ended(log, 20) and not logs.ended(log, 21)
+    assert not logs.ended(log[:-1]) and not logs.ended(log[1:]) and not logs.ended([])
+    assert not logs.ended(log[:5] + log[4:]) and not logs.ended(log[:4] + log[5:])
 
 
 @pytest.mark.parametrize("name, text", [
@@ -877,10 +877,10 @@ def test_pipes_are_refused(tmp_path):
     for name in ("log.jsonl", "settings.json"):
         os.mkfifo(tmp_path / name)
     with pytest.raises(FileNotFoundError, match="log.jsonl .*is no regular file"):
-        ablate.read(str(tmp_path / "log.jsonl"))
+        logs.read(str(tmp_path / "log.jsonl"))
     with pytest.raises(FileNotFoundError, match="settings.json .*is no regular file"):
-        ablate.recorded(str(tmp_path))
-    assert ablate.recorded(str(tmp_path / "nothing")) == {}  # control
+        logs.recorded(str(tmp_path))
+    assert logs.recorded(str(tmp_path / "nothing")) == {}  # control
 
 
 def test_contents_of_finished_runs_are_compared(tmp_path):

@@ -269,7 +269,7 @@ def test_medians_are_of_the_logs(capsys):
 @pytest.mark.parametrize("name, colours", [
     ("kept", [draw.COLOURS[letter] for letter in "skw"] + [draw.CODE]),
     ("rows", [colour for colour, _ in draw.BARS.values()]),
-    ("acceptance", draw.ablate.COLOURS[:3])])
+    ("acceptance", draw.curves.COLOURS[:3])])
 def test_figures_are_drawn(name, colours, tmp_path):
     pytest.importorskip("matplotlib")
     path = str(tmp_path / "new" / f"{name}.png")

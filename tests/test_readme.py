@@ -15,7 +15,7 @@ import train
 from conftest import share_of_digits
 from data import tasks
 from data.tokenizer import Tokenizer
-from experiments.ablate import load, results
+from experiments.logs import load, results
 from experiments.ttest import interval
 from model import Transformer
 from rollout import Rollout, generate

@@ -1,0 +1,155 @@
+"""
+Curves of arms: held-out rewards under both caches, gap and acceptance by step, as one figure.
+
+Colours are those of Okabe and Ito; arms differ in line style too. Names stand at the ends of their
+lines, pushed apart where they would overlap. Needs matplotlib; without it `figure` says so.
+"""
+import math
+import os
+import sys
+from statistics import fmean
+
+from experiments.logs import CACHES, LAST, MANY_SEEDS, over_seeds, series, smooth
+from experiments.ttest import interval
+from support.run import tell
+
+COLOURS = ["#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000",
+           "#888888"]  # Okabe and Ito's, grey for their yellow
+STYLES = ["-", (0, (5, 1.5)), (0, (5, 1.5, 1, 1.5)), (0, (1, 1.2))]
+PAGE = {"font.size": 8, "axes.titlesize": 8.5, "axes.titlelocation": "left",
+        "axes.spines.top": False, "axes.spines.right": False, "axes.grid": True,
+        "grid.color": "#e4e4e4", "grid.linewidth": 0.6}
+
+
+def look(i):
+    """Colour and line style of arm i."""
+    style = STYLES[(i + i // len(COLOURS)) % len(STYLES)]
+    return dict(color=COLOURS[i % len(COLOURS)], ls=style, lw=1.5)
+
+
+def places(wanted, gap, low, high):
+    """Heights near the wanted ones, at least gap apart, in [low, high] if they fit: the
+    nearest in least squares."""
+    order, blocks = sorted(range(len(wanted)), key=wanted.__getitem__), []
+    # less their n gaps, heights must only not fall: pool neighbours that do (isotonic
+    # regression)
+    for n, i in enumerate(order):
+        blocks.append([wanted[i] - n * gap])
+        while len(blocks) > 1 and fmean(blocks[-2]) > fmean(blocks[-1]):
+            blocks[-2:] = [blocks[-2] + blocks[-1]]
+    top = max(low, high - (len(order) - 1) * gap)
+    flat = [min(max(fmean(b), low), top) for b in blocks for _ in b]
+    return [flat[n] + n * gap for n in map(order.index, range(len(wanted)))]
+
+
+def label(ax, ends):
+    """Write names at the right ends of lines, none over another. ends: (name, colour, last
+    point)"""
+    for old in list(ax.texts):
+        old.remove()
+    box, pt = ax.get_window_extent(), ax.figure.dpi / 72
+    to_axes = ax.transData + ax.transAxes.inverted()
+    points = [to_axes.transform(end) for _, _, end in ends]
+    heights = places([y for _, y in points], gap=8.5 * pt / box.height, low=0.01, high=0.97)
+    for (name, colour, _), point, y in zip(ends, points, heights):
+        line = dict(arrowstyle="-", color=colour, lw=0.5, shrinkA=0, shrinkB=2, relpos=(0, 0.5))
+        ax.annotate(name, xy=point, xytext=(1 + 16 * pt / box.width, y),
+                    xycoords="axes fraction", textcoords="axes fraction", fontsize=7.5,
+                    color=colour, va="center", annotation_clip=False, arrowprops=line,
+                    parse_math=False)
+
+
+def curve(ax, arms, key, f=list, positive=False):
+    """A line for each arm: key, changed by f, mean over seeds. -> ends for `label`"""
+    ends = []
+    for i, (name, a) in enumerate(arms.items()):
+        steps, values = over_seeds(a, key, f)
+        points = [(s, y) for s, y in zip(steps, map(fmean, values)) if y > 0 or not positive]
+        if points:
+            ax.plot(*zip(*points), **look(i))
+            ends.append((name, look(i)["color"], points[-1]))
+    return ends
+
+
+def spread_of(ax, arms, key):
+    """Around the lines of `curve` each seed, or of many seeds the interval of their mean. -> what
+    was drawn"""
+    seeds = max(len(a["logs"]) for a in arms.values())
+    for i, a in enumerate(arms.values()):
+        steps, values = over_seeds(a, key)
+        colour = look(i)["color"]
+        if seeds < MANY_SEEDS:
+            ax.plot(steps, values, color=colour, lw=0.6, alpha=0.5 if len(arms) < 6 else 0.25,
+                    zorder=1.5)
+        elif len(a["logs"]) > 1:
+            low, high = zip(*[(m - half, m + half) for m, half in map(interval, values)])
+            ax.fill_between(steps, low, high, color=colour, lw=0, alpha=0.12)
+    if seeds == 1:
+        return ""
+    return " (thin: single seeds)" if seeds < MANY_SEEDS else " (band: 95 % interval of the mean)"
+
+
+def draw_reward(ax, arms, cache):
+    ends = curve(ax, arms, CACHES[cache])
+    more = spread_of(ax, arms, CACHES[cache])
+    highest = max((max(s) for key in CACHES.values() for a in arms.values()
+                   for s in series(a, key) if s), default=1)
+    top = min(1, math.ceil(11 * highest) / 10)  # of both panels, which are to be compared
+    ax.set(ylabel="held-out reward", ylim=(0, top), title=f"Served {cache}{more}")
+    return ends
+
+
+def draw_gap(ax, arms):
+    ends = curve(ax, arms, "gap", smooth, positive=True)  # 0 has no logarithm
+    ax.set(ylabel=f"nats, mean of {LAST} steps", yscale="log",
+           title="Gap: mean |log-prob of learner - sampler|")
+    ax.minorticks_off()
+    return ends
+
+
+def draw_acceptance(ax, arms, key):
+    """key: accept, logged in every step, or eval_accept"""
+    f, where = list, "of held-out tokens"
+    if key == "accept":
+        f, where = smooth, f"mean of {LAST} steps"
+    ends = curve(ax, arms, f"{key}_p05", f)
+    ax.set(ylabel="overlap of the policies", ylim=(0, 1),
+           title=f"Acceptance: 5th percentile {where}")
+    return ends
+
+
+def figure(arms, path):
+    """Rewards under both caches, gap and acceptance by step, as a PNG for a page 900 px wide."""
+    arms = {name: a for name, a in arms.items() if a["logs"]}
+    if not arms:
+        tell("no figure: no run has ended", sys.stderr)
+        return
+    try:
+        import matplotlib
+    except ImportError:
+        tell("no figure: it needs matplotlib (pip install matplotlib)", sys.stderr)
+        return
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+    # held-out acceptance, where logged, covers arms that replay one policy only
+    logged = [key for key in ("eval_accept", "accept")
+              if any(any(series(a, key)) for a in arms.values())]
+    steps = max(log[-1]["step"] for a in arms.values() for log in a["logs"].values())
+    height = max(6, 0.36 * len(arms))  # inches; labels need room
+    with plt.rc_context(PAGE):
+        fig, panels = plt.subplot_mosaic("AB;CD" if logged else "AB;CC", figsize=(9, height),
+                                         layout="constrained", height_ratios=(1.25, 1))
+        ends = dict(A=draw_reward(panels["A"], arms, "compressed"),
+                    B=draw_reward(panels["B"], arms, "dense"), C=draw_gap(panels["C"], arms))
+        if logged:
+            ends["D"] = draw_acceptance(panels["D"], arms, logged[0])
+        for ax in panels.values():
+            ax.set(xlabel="step", xlim=(0, steps))
+        # labels decide how much room is left for a panel, its height where they must stand
+        for _ in range(2):
+            for k, ax in panels.items():
+                label(ax, ends[k])
+            fig.draw_without_rendering()
+        fig.savefig(path + ".tmp", dpi=200, format="png")
+        plt.close(fig)
+    os.replace(path + ".tmp", path)

@@ -1,0 +1,251 @@
+"""
+The logs of runs, read, kept small and compared: what the tables and figures of ablate.py see.
+
+The idea. A folder of runs holds OUT/ARM/SEED/log.jsonl or, kept, OUT/ARM-SEED.jsonl, and
+settings.json, which says what each arm is and which comparisons were named. `load` reads either;
+`compact` keeps what tables and figures need at 6 significant digits, and they see a log only after
+it, so kept logs give the same table.
+"""
+import glob
+import json
+import os
+import re
+from statistics import fmean
+
+from support.jsonfile import entry, read_json, shown
+from support.run import write_text
+
+LAST = 10  # steps over which noisy numbers are averaged
+COMPARE = "--compare"  # in settings.json, beside the names of arms
+CACHES = {"compressed": "eval_compressed", "dense": "eval_dense"}
+MANY_SEEDS = 8  # from here on single seeds are not shown
+
+
+def folder(name):
+    return name.replace(" ", ",")  # needs no quotes in a shell
+
+
+def parse_compare(text):
+    """'smd/naive/compressed,smd/dense/dense' -> [(arm, other arm, cache)]; no name of an arm has
+    a slash. Raises ValueError."""
+    pairs = []
+    for part in re.split(r"(?<=/compressed),|(?<=/dense),", text):
+        names = part.split("/")
+        if len(names) != 3 or names[2] not in CACHES or names[0] == names[1]:
+            raise ValueError(f"compare {shown(part)}: write ARM/OTHER/compressed or "
+                             "ARM/OTHER/dense, several joined by commas")
+        pairs.append(tuple(names))
+    if len(pairs) > 3:
+        raise ValueError(f"compare names {len(pairs)} comparisons, at most 3: each one more makes "
+                         "all of them weaker")
+    return pairs
+
+
+def read(path):
+    """A log -> its rows, of whole lines: a kill may leave half a one. Raises ValueError, naming
+    the line, for what train.py does not write: anything but JSON objects of finite numbers in
+    the order of steps, an evaluation before the step of its number."""
+    if not os.path.isfile(path):  # a FIFO would be waited for
+        raise FileNotFoundError(f"{path} is missing, or is no regular file")
+    rows, place = [], (-1, False)
+    with open(path, "rb") as f:
+        lines = [line for line in f if line.endswith(b"\n")]
+    for number, line in enumerate(lines, 1):
+        try:
+            row = json.loads(line)
+            check_row(row)
+            before, place = place, (row["step"], "reward" in row)
+            if place <= before:
+                raise ValueError(f"step {row['step']} is out of order")
+        except (ValueError, RecursionError) as e:
+            raise ValueError(f"{path}, line {number}: {e}") from None
+        rows.append(row)
+    steps = [r for r in rows if "reward" in r]
+    if steps and not all(steps[-1].get(key, 0) > 0 for key in KV):
+        raise ValueError(f"{path}: the last step has no {', '.join(KV)} above 0")
+    return rows
+
+
+def check_row(row):
+    """Raise ValueError if the row of a log, old or new, full or compact, cannot be counted."""
+    if not isinstance(row, dict):
+        raise ValueError("not an object of train.py's log")
+    for key in KEPT[1:] + KV + ("peak_gb", "rollout_s", "learn_s"):
+        x = row.get(key, 0)
+        if type(x) not in (int, float) or not abs(x) < 1e300:  # nor NaN
+            raise ValueError(f"{key} must be a finite number, got {x!r:.40}")
+    if type(row.get("step")) is not int or row["step"] < 0:
+        raise ValueError(f"step must be a whole number from 0, got {row.get('step')!r:.40}")
+    kind, need = "eval", ("eval_compressed", "eval_dense")
+    if "reward" in row:
+        kind, need = "step", ("seconds",) if "seconds" in row else ("rollout_s", "learn_s")
+    if row.get("kind", kind) != kind:  # old logs do not name it
+        raise ValueError(f"kind must be step with a reward, eval without, got {row['kind']!r:.40}")
+    if not row.keys() >= {*need}:
+        raise ValueError(f"a row of kind {kind} needs {', '.join(need)}")
+
+
+def ended(log, steps=None):
+    """Does the log hold every step once, in order, begin with the evaluation before the first
+    and end with the one after the last?"""
+    done = [r["step"] for r in log if "reward" in r]
+    if not done or "reward" in log[0] or "reward" in log[-1]:
+        return False
+    if done != list(range(log[-1]["step"])):
+        return False
+    return not steps or len(done) == steps
+
+
+KEPT = ("kind", "step", "reward", "loss", "kl", "gap", "gap_max", "weight", "rejected", "accept",
+        "accept_p05", "entropy", "equal", "truncated", "tokens", "length", "grad_norm", "lr",
+        "problems", "eval_compressed", "eval_dense", "eval_accept", "eval_accept_p05",
+        "eval_length", "eval_length_dense", "seconds")
+KV = ("kv_kept", "kv_dense", "kv_dense_shared")  # of the last step only
+
+
+def compact(log):
+    """What table and figure need of a log, at 6 significant digits. A compact log stays as
+    it is."""
+    steps, out = [r for r in log if "reward" in r], []
+    for r in log:
+        row = {k: r[k] for k in KEPT if k in r}
+        if "learn_s" in r:
+            row["seconds"] = r["rollout_s"] + r["learn_s"]
+        if r is steps[-1]:
+            row |= {k: x for k, x in r.items() if k.startswith("kv_")}
+            if "peak_gb" in r:  # a resumed run counts its peak anew
+                row["peak_gb"] = max(s.get("peak_gb", 0) for s in steps)
+        out.append({k: float(f"{x:.6g}") if isinstance(x, float) else x for k, x in row.items()})
+    return out
+
+
+def recorded(where):
+    """What settings.json says: {name of an arm: its arguments, seeds, steps}."""
+    file = os.path.join(where, "settings.json")
+    arms = read_json(file, {})
+    arms.pop(COMPARE, None)
+    for name, a in arms.items():
+        if not (isinstance(a, dict) and type(a.get("args")) is type(a.get("start", "")) is str
+                and type(a.get("steps", "")) in (int, type(None)) and type(a.get("seeds")) is list
+                and all(type(seed) is int for seed in a["seeds"])):
+            raise ValueError(f"{file}: {shown(name)} needs args (text), "
+                             "seeds (a list of ints), steps (an int or null), start (text)")
+    return arms
+
+
+def compared(where):
+    """The comparisons that settings.json names and how many runs had begun then, or None."""
+    file = os.path.join(where, "settings.json")
+    named = read_json(file, {}).get(COMPARE)
+    if named is None:
+        return None
+    try:
+        parse_compare(entry(named, "compare", str))
+        entry(named, "begun", int)
+    except (ValueError, AttributeError) as e:
+        raise ValueError(f"{file}: {COMPARE}: {e}") from None
+    return named
+
+
+def remember(where, arms, named=None):
+    """Add arms to where/settings.json, and their seeds to those that it has, and the comparisons
+    unless it has some."""
+    all_arms, named = recorded(where), compared(where) or named
+    for name, a in arms.items():
+        before = all_arms.get(name, a)["seeds"]
+        all_arms[name] = {**a, "seeds": sorted({*a["seeds"], *before})}
+    if named:
+        all_arms[COMPARE] = named
+    lines = (f"{json.dumps(name)}: {json.dumps(a)}" for name, a in all_arms.items())
+    write_text(os.path.join(where, "settings.json"), "{" + ",\n ".join(lines) + "}\n")
+
+
+def find_logs(where):
+    """OUT/ARM/SEED/log.jsonl, OUT/ARM-SEED.jsonl and, of a run of train.py, OUT/log.jsonl
+    -> {the arm's folder: {seed: path}}, sorted by path"""
+    inside, found = glob.escape(where), {}
+    paths = [path for pattern in ("*/*/log.jsonl", "*-*.jsonl")
+             for path in glob.glob(os.path.join(inside, pattern)) if os.path.isfile(path)]
+    for path in sorted(os.path.relpath(p, where).replace(os.sep, "/") for p in paths):
+        match = re.fullmatch(r"([^/]+)(?:/(0|[1-9][0-9]*)/log|-(0|[1-9][0-9]*))\.jsonl", path)
+        if match:
+            seed = int(match[2] or match[3])
+            found.setdefault(folder(match[1]), {})[seed] = os.path.join(where, path)
+    alone = os.path.join(where, "log.jsonl")
+    if os.path.isfile(alone):
+        seed = read_json(os.path.join(where, "config.json"), {}).get("seed", 0)
+        if type(seed) is not int:
+            raise ValueError(f"{where}/config.json: seed must be an int, got {seed!r:.40}")
+        found.setdefault(folder(os.path.basename(os.path.abspath(where))), {})[seed] = alone
+    return found
+
+
+def load(where, names=()):
+    """-> {name: what settings.json holds, with logs: {seed: compact log of a run that
+    ended}} in the order of names or of settings.json. Raises ValueError."""
+    arms, found = recorded(where), find_logs(where)
+    known = {folder(name) for name in arms}
+    for each, logs in found.items():
+        if each not in known:
+            arms[each.replace(",", " ")] = dict(args="", seeds=list(logs), steps=None)
+    if not arms:
+        raise ValueError(f"no log in {where!r}: looked for log.jsonl, ARM/SEED/log.jsonl and "
+                         "ARM-SEED.jsonl there")
+    for name in names:
+        if name not in arms:
+            raise ValueError(f"no arm {name!r} in {where!r}: it holds {', '.join(arms)}")
+    arms = {name: arms[name] for name in names or arms}
+    for name, a in arms.items():
+        paths = found.get(folder(name), {})
+        logs = {seed: read(path) for seed, path in sorted(paths.items())}
+        a["seeds"] = sorted({*a["seeds"], *logs})
+        a["logs"] = {seed: compact(log) for seed, log in logs.items() if ended(log, a["steps"])}
+    return arms
+
+
+def keep(where, arms, named=None):
+    """Write the logs of arms to a folder, compact, and what settings.json says about them."""
+    os.makedirs(where, exist_ok=True)
+    for name, a in arms.items():
+        for seed, log in a["logs"].items():
+            lines = (json.dumps(row, separators=(",", ":")) + "\n" for row in log)
+            write_text(os.path.join(where, f"{folder(name)}-{seed}.jsonl"), "".join(lines))
+    arms = {name: {k: x for k, x in a.items() if k != "logs"} for name, a in arms.items()}
+    remember(where, arms, named)
+
+
+def series(a, key):
+    """One list per seed: `key` of the rows that have it."""
+    return [[r[key] for r in log if key in r] for log in a["logs"].values()]
+
+
+def at_end(a, key):
+    """Of each seed that logged key the mean over its last steps."""
+    return [fmean(s[-LAST:]) for s in series(a, key) if s]
+
+
+def results(a, key):
+    """{seed: mean of key over the last two evaluations} where it was logged. That before the first
+    step is none of them."""
+    found = {}
+    for seed, log in a["logs"].items():
+        values = [r[key] for r in log if key in r and r["step"] > 0]
+        if values:
+            found[seed] = fmean(values[-2:])
+    return found
+
+
+def smooth(s):
+    """Mean over the last steps that are there."""
+    return [fmean(s[max(0, i + 1 - LAST):i + 1]) for i in range(len(s))]
+
+
+def over_seeds(a, key, f=list):
+    """Of f(what each seed logged under key) -> steps that every seed has, and there the values of
+    all seeds"""
+    curves = []
+    for log, values in zip(a["logs"].values(), series(a, key)):
+        steps = [r["step"] for r in log if key in r]
+        curves.append(dict(zip(steps, f(values))))
+    steps = [step for step in curves[0] if all(step in c for c in curves)]
+    return steps, [[c[step] for c in curves] for step in steps]
