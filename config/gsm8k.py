@@ -1,6 +1,6 @@
 # Qwen2.5-Coder-0.5B-Instruct works out grade-school problems (GSM8K) in up to 256 tokens while the
-# sampler drops keys of what it wrote; prompts are kept whole. train.jsonl is that of
-# github.com/openai/grade-school-math
+# sampler drops keys of what it wrote; prompts are kept whole (budget). train.jsonl is that of
+# github.com/openai/grade-school-math. The rate suits dense, shadow and smd, naive needs 1e-6
 model = "Qwen/Qwen2.5-Coder-0.5B-Instruct"
 out_dir = "out-gsm8k"
 task = "gsm8k/train.jsonl"
