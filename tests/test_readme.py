@@ -420,7 +420,7 @@ def test_the_rates_of_gsm8k_are_those_of_the_logs(folder, title, rates):
 
 
 def test_gsm8k_is_that_of_the_logs():
-    found, rows = load("results/gsm8k"), gsm8k("*What was run*")
+    found, rows, seen = load("results/gsm8k"), gsm8k("*What was run*"), []
     for name in ("dense lr=3e-6", "naive lr=1e-6", "shadow lr=3e-6"):
         arm, _, rate = name.partition(" lr=")
         _, lr, compressed, dense, gap, cut, length = rows[arm]
@@ -437,14 +437,20 @@ def test_gsm8k_is_that_of_the_logs():
         assert cut == ", ".join(f"{x:.2f}" for x in ends["truncated"])
         first, last = ([x[i]["eval_length"] for x in run["logs"].values()] for i in (0, -1))
         assert length == f"{statistics.fmean(first):.0f}, {statistics.fmean(last):.0f}"
-    shadow = results(found["shadow lr=3e-6"], "eval_compressed")
-    naive = results(found["naive lr=1e-6"], "eval_compressed")
-    each = [shadow[seed] - naive[seed] for seed in range(4)]
-    mean, half = interval(each)
-    row = rows["shadow - naive, served compressed"]
-    assert row[1] == f"{mean:+.3f} [{mean - half:+.3f}, {mean + half:+.3f}]"
-    assert row[2].split() == [f"{x:+.3f}" for x in each]
-    assert row[1] in read("docs/results.md").split("## The task")[0]  # and claim by claim
+    full = {name.split()[0]: name for name in found}
+    for name, row in rows.items():
+        match = re.fullmatch(r"(?:not named: )?(\w+) - (\w+), served (\w+)", name)
+        if not match or "smd" in match.groups():
+            continue
+        one, other = (results(found[full[x]], f"eval_{match[3]}") for x in match.groups()[:2])
+        each = [one[seed] - other[seed] for seed in range(4)]
+        mean, half = interval(each)
+        assert row[1] == f"{mean:+.3f} [{mean - half:+.3f}, {mean + half:+.3f}]"
+        assert row[2].split() == [f"{x:+.3f}" for x in each]
+        seen.append(name)
+        if match[2] != "naive" or match[1] == "shadow":
+            assert row[1] in read("docs/results.md").split("## The task")[0]  # claim by claim
+    assert len(seen) == 4
     unfinished = {}
     for arm in ("smd,lr=3e-6", "naive,lr=1e-6"):
         for seed in range(4):
