@@ -89,13 +89,13 @@ OPTIONS = dict(
     out="out-ablate",  # a run is OUT/ARM/SEED, what it prints OUT/ARM/SEED/train.log
     compare="",        # ARM/ARM/compressed or ARM/ARM/dense, three at most: A/B/dense,A/C/dense
     keep="",           # a folder; logs are also copied there, small, as ARM-SEED.jsonl
-    lean=False,        # --lean=True: of a run that ended only what is small stays
+    lean=False,        # --lean=True: of a run that ended only logs stay; more steps begin anew
     table=False,       # --table: no runs, only table and figure of what is there
 )
 RANGES = dict(seeds=(1, 1000), first=(0, 10**6), jobs=(1, 1000), threads=(1, 1000))
-# what decides the rewards before training, the second line only where keys are evicted
-START = ("model", "task", "prompt_tokens", "max_new_tokens", "eval_final", "evict")
-START_EVICT = ("budget", "spread", "window", "sinks", "pool", "response_budget", "period")
+# what decides the rewards before training, beside the method that evaluates
+START = ("model", "task", "prompt_tokens", "max_new_tokens", "eval_final", "evict", "budget",
+         "spread", "window", "sinks", "pool", "response_budget", "period")
 
 
 # the command line
@@ -164,7 +164,7 @@ def request(texts, common, seeds):
 
 def start_of(c):
     """What arms that begin with the same rewards have in common."""
-    keys = START if c.evict == "none" else START + START_EVICT
+    keys = START
     if c.eval_evict != "auto":
         keys += ("eval_evict",)
     return " ".join(f"{k}={os.path.basename(str(getattr(c, k)))}" for k in keys)
@@ -224,7 +224,7 @@ def check_same(path, c):
         raise ValueError(f"{file}: {e}") from None
     if before:
         identity = train.identity_of(c, train.find_checkpoint(c.model))
-    auto = {key for key, value in vars(c).items() if value == "auto"}  # whatever it was
+    auto = {key for key in ("device", "dtype") if getattr(c, key) == "auto"}  # whatever it was
     moved = {"task"} & identity.keys() & before.keys()
     other = difference(was, c, identity=identity, where=path,
                        equal=vars(c).keys() - train.MAY_CHANGE - {"seed"} - auto - moved)
@@ -309,14 +309,17 @@ def arm_of(name):
     return name.rpartition(" seed ")[0]
 
 
-def strip(path):
-    """Delete the weights of a run that ended."""
-    for file in glob.glob(os.path.join(glob.escape(path), "ckpt*.pt")):
-        os.remove(file)
-    for name in ("model", "best"):
-        weights = os.path.join(path, name)
-        if os.path.isdir(weights):
-            shutil.rmtree(weights)
+def strip(name, path):
+    """Delete the weights of a run that ended, or say why not: other runs go on."""
+    try:
+        for file in glob.glob(os.path.join(glob.escape(path), "ckpt*.pt")):
+            os.remove(file)
+        for part in ("model", "best"):
+            weights = os.path.join(path, part)
+            if os.path.isdir(weights):
+                shutil.rmtree(weights)
+    except OSError as e:
+        tell(f"{name}: weights stay in {path}: {e}", sys.stderr)
 
 
 def run_all(todo, jobs, threads, lean=False):
@@ -357,7 +360,7 @@ def run_all(todo, jobs, threads, lean=False):
                     done += 1
                     failed += not finished
                     if finished and lean:
-                        strip(path)
+                        strip(name, path)
                     tell(f"{line} [{done} of {len(todo)}]")
     finally:  # whatever went wrong here, no run outlives it
         for _, _, process, *_ in working.values():
@@ -561,6 +564,8 @@ def run_missing(options, texts, common, named):
             if need:
                 args = [*shlex.split(a["args"]), f"--seed={seed}", f"--out_dir={path}", need]
                 todo.append((f"{name} seed {seed}", path, args))
+            elif options.lean:
+                strip(name, path)
     for path in filter(None, [options.keep, *(path for _, path, _ in todo)]):
         make_folder(path)
     remember(out, arms, named)

@@ -94,7 +94,7 @@ def draw_reward(ax, arms, cache):
     more = spread_of(ax, arms, CACHES[cache])
     highest = max((max(s) for key in CACHES.values() for a in arms.values()
                    for s in series(a, key) if s), default=1)
-    top = min(1, math.ceil(11 * highest) / 10)  # of both panels, which are to be compared
+    top = min(1, max(1, math.ceil(11 * highest)) / 10)  # of both panels, which are to be compared
     ax.set(ylabel="held-out reward", ylim=(0, top), title=f"Served {cache}{more}")
     return ends
 

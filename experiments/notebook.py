@@ -18,6 +18,7 @@ import io
 import json
 import os
 import re
+import shlex
 
 from support.configurator import Arguments
 from support.run import one_line_errors, tell
@@ -80,7 +81,7 @@ def first_cell(clone):
     if not clone:
         return ('import os\nif not os.path.exists("data/tiny"):\n'
                 '    os.chdir("..")  # from docs/ to the root of the repository')
-    return (f"!git clone {clone} repository\n%cd repository\n"
+    return (f"!git clone {shlex.quote(clone)} repository\n%cd repository\n"
             "!pip install -q -r requirements.txt")
 
 
@@ -107,7 +108,9 @@ def main(argv=None):
     a.add_argument("--update", action="store_true",
                    help="no notebook: run the cells and write what they print into the lesson")
     a = a.parse_args(argv)
-    with one_line_errors(OSError):
+    with one_line_errors(OSError, ValueError):
+        if not a.out.endswith(".ipynb"):
+            raise ValueError(f"out must end in .ipynb, got {a.out!r}")
         with open(LESSON, encoding="utf-8") as f:
             text = f.read()
         cells, path = parse(text), a.out
@@ -119,7 +122,8 @@ def main(argv=None):
             text = json.dumps(notebook(cells, a.clone), indent=1) + "\n"
         with open(path, "w", encoding="utf-8") as f:
             f.write(text)
-        tell(f"written to {path}")
+        code_cells = sum(kind == "code" for kind, _, _ in cells)
+        tell(f"written to {path}: {code_cells} cells of docs/lesson.md and what they print")
 
 
 if __name__ == "__main__":

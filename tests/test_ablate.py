@@ -294,13 +294,26 @@ def test_lean_runs_keep_their_logs_alone(fake):
     code, calls = run("--seeds=2", "--lean=True")
     assert code == 1 and len(calls) == 2  # naive with seed 1 fails
     assert set(os.listdir(out / "shadow" / "1")) == small
-    assert set(os.listdir(out / "shadow" / "0")) == whole | small  # it was not asked to be lean
+    assert set(os.listdir(out / "shadow" / "0")) == small  # of runs that ended before, too
     (out / "naive" / "1" / "ckpt.pt").touch()
     assert run("--seeds=2", "--lean=True")[0] == 1 and (out / "naive" / "1" / "ckpt.pt").exists()
     (out / "mended").touch()
     assert run("--seeds=2", "--lean=True")[0] == 0
     assert set(os.listdir(out / "naive" / "1")) == small
     assert run("--seeds=2") == (0, [])  # nothing is run again for want of weights
+
+
+def test_weights_that_cannot_be_deleted_stop_nothing(fake, monkeypatch, capsys):
+    out, run = fake
+
+    def busy(path):
+        raise OSError(39, "Directory not empty")
+
+    monkeypatch.setattr(shutil, "rmtree", busy)
+    code, calls = run("--seeds=1", "--lean=True")
+    assert code == 0 and len(calls) == 2
+    said = capsys.readouterr()
+    assert said.err.count("weights stay in") == 2 and "Served compressed" in said.out
 
 
 def when_ready(out, *numbers):
@@ -447,6 +460,27 @@ def test_a_run_that_ends_without_a_log_has_failed(fake, capsys, monkeypatch):
     assert capsys.readouterr().out.count("log.jsonl is missing, or is no regular file") == 2
 
 
+def test_a_run_judged_with_another_cache_is_another_run(tmp_path):
+    """eval_evict=auto means what evict says; auto of device and dtype whatever it was."""
+    given = ["--steps=4", "--device=cpu", "--window=8", "--budget=30"]
+    named, auto = (ablate.request(["config/dense.py"], [*given, *more], range(1))[1]["dense"]
+                   for more in (["--eval_evict=recent"], []))
+    run = tmp_path / "run"
+    put(run, made(4), **vars(named) | dict(seed=0, out_dir=str(run), dtype="float32"))
+    assert ablate.decide(run, named) is None
+    with pytest.raises(ValueError, match="eval_evict was 'recent'"):
+        ablate.decide(run, auto)
+
+
+def test_starts_of_arms_that_evict_nothing():
+    """They are judged with a compressed cache too: its settings decide how they begin."""
+    arms = ["config/dense.py", "config/dense.py --budget=90", "config/dense.py --eval_evict=rkv"]
+    found, _ = ablate.request(arms, [], range(1))
+    assert len({arm["start"] for arm in found.values()}) == 3
+    same, _ = ablate.request(["config/smd.py", "config/smd.py --lr=1e-4"], [], range(1))
+    assert len({arm["start"] for arm in same.values()}) == 1  # control
+
+
 def test_runs_of_an_arm_are_spread_over_the_cards():
     working = []
     for seed in range(2):
@@ -455,6 +489,8 @@ def test_runs_of_an_arm_are_spread_over_the_cards():
             working.append((name, ablate.freest(["3", "5"], name, working)))
     assert [card for _, card in working] == ["3", "5", "5", "3"]
     assert ablate.freest(["3", "5"], "tis seed 0", working[1:]) == "3"  # the one with fewer runs
+    full = [("a seed 0", "3"), ("b seed 0", "5"), ("c seed 0", "5")]
+    assert ablate.freest(["3", "5"], "a seed 1", full) == "3"  # fewer runs, though of its own arm
     assert ablate.freest([], "smd seed 0", []) is None
 
 
@@ -836,6 +872,16 @@ def test_seeds_in_the_figure(seeds, says, lines, bands):
     if bands:  # at the end 0.5 + i / 32, i from 0 to 7: mean 0.609, 2.3646 x 0.0765 / sqrt(8)
         top = max(y for _, y in ax.collections[0].get_paths()[0].vertices)
         assert top == pytest.approx(0.609375 + 2.364624 * 0.0765466 / 8 ** 0.5, abs=1e-5)
+
+
+@pytest.mark.parametrize("rewards, top", [((0.0, 0.0), 0.1), ((0.2, 0.31), 0.4), ((0.5, 0.99), 1)])
+def test_the_axis_shows_all_rewards(rewards, top):
+    figure = pytest.importorskip("matplotlib.figure")
+    ax = figure.Figure().subplots()
+    log = [dict(step=i, eval_compressed=x, eval_dense=x / 2) for i, x in enumerate(rewards)]
+    for cache in ("compressed", "dense"):  # both panels alike
+        curves.draw_reward(ax, dict(a=dict(logs={0: log})), cache)
+        assert ax.get_ylim() == (0, pytest.approx(top)) and max(rewards) <= top
 
 
 def test_no_figure_without_matplotlib(tmp_path, monkeypatch, capsys):

@@ -3,6 +3,7 @@ its comparisons really compare."""
 import json
 import math
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -170,6 +171,20 @@ def test_fit_stops_at_the_first_that_fits(results, monkeypatch):
     full = "out of memory"
     assert found == {"defaults": full, "micro_rows=8192": full, "checkpointing=True": None}
     assert asked[1:] == [dict(checkpointing=False, micro_rows=8192), dict(checkpointing=True)]
+
+
+def test_the_cap_is_a_share_of_the_card(monkeypatch):
+    shares = []
+    monkeypatch.setattr(bench, "CUDA", True)
+    monkeypatch.setattr(bench, "free", lambda: None)
+    monkeypatch.setattr(torch.cuda, "get_device_properties",
+                        lambda device: SimpleNamespace(total_memory=80e9))
+    monkeypatch.setattr(torch.cuda, "set_per_process_memory_fraction", shares.append)
+    with bench.capped(16):
+        assert shares == [0.2]
+    with pytest.raises(KeyError), bench.capped(100):
+        raise KeyError
+    assert shares == [0.2, 1, 1, 1]  # lifted again, also after an error; never above the card
 
 
 def test_kv_bytes_are_the_formula(results, monkeypatch):

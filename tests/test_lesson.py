@@ -129,10 +129,36 @@ def test_the_notebook_holds_the_lesson(lesson, tmp_path, capsys):
             assert "".join(out["text"] for out in cell["outputs"]) == printed
         else:
             assert set(cell) == {"cell_type", "metadata", "source"}
-    assert capsys.readouterr().out == f"written to {path}\n"
+    count = sum(kind == "code" for kind, _, _ in cells)
+    assert capsys.readouterr().out.startswith(f"written to {path}: {count} cells ")
+
+
+def test_every_fence_of_python_is_a_cell(lesson):
+    """Another kind of fence would be text that nobody runs."""
+    cells, _ = lesson
+    with open(notebook.LESSON, encoding="utf-8") as f:
+        fences = re.findall(r"^\s*(?:```|~~~)\s*py", f.read(), re.M)
+    assert len(fences) == sum(kind == "code" for kind, _, _ in cells)
+
+
+def test_the_notebook_overwrites_no_text(capsys):
+    with pytest.raises(SystemExit, match="out must end in .ipynb, got 'docs/lesson.md'"):
+        notebook.main(["--out=docs/lesson.md"])
+
+
+def test_the_notebook_finds_the_root(tmp_path, monkeypatch):
+    first = notebook.notebook([])["cells"][0]["source"]
+    (tmp_path / "docs").mkdir()
+    (tmp_path / "data" / "tiny").mkdir(parents=True)
+    monkeypatch.chdir(tmp_path / "docs")
+    for _ in range(2):  # the second time it is there
+        exec(first, {})
+        assert os.getcwd() == str(tmp_path)
 
 
 def test_a_hosted_notebook_fetches_the_repository():
     first = notebook.notebook([], clone="https://example.org/smd.git")["cells"][0]["source"]
-    assert first.startswith("!git clone https://example.org/smd.git ")
+    assert first.startswith("!git clone https://example.org/smd.git repository\n%cd repository\n")
+    hostile = notebook.first_cell("x; rm -rf /")
+    assert hostile.startswith("!git clone 'x; rm -rf /' repository")
     assert "pip install" in first

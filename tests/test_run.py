@@ -637,6 +637,7 @@ def test_what_auto_means(monkeypatch):
     for card, limit, device, asked, want in (
             (new, 1_000_000, "cuda", "auto", "bfloat16"),
             (new, 1_000_000, "cpu", "auto", "float32"),
+            (new, 1_000_000, "cuda:1", "auto", "bfloat16"),
             (new, 2_000_000, "cuda:1", "auto", "float32"),
             (new, 2_000_000, "cuda", "bfloat16", "bfloat16"),
             (old, 2_000_000, "cpu", "bfloat16", "bfloat16"),

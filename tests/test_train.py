@@ -806,7 +806,8 @@ def test_dense_arm_under_the_named_cache(tmp_path):
         evals.append(read_log(tmp_path / str(i))[0][0])
     assert evals[0] == evals[1] and evals[0]["eval_accept"] < 1
     assert evals[0]["eval_accept"] != evals[2]["eval_accept"]  # control
-    assert evals[0]["eval_length"] <= 17 and evals[0]["eval_length_dense"] <= 17
+    lengths = {e["eval_length_dense"] for e in evals}, {e["eval_length"] for e in evals}
+    assert len(lengths[0]) == 1 < len(lengths[1])  # the cache decides on the compressed one alone
 
 
 # what is new: spreads of the budget, methods that somebody adds
