@@ -414,6 +414,12 @@ def test_the_rates_of_gsm8k_are_those_of_the_logs(folder, title, rates):
                 assert said == "" and (arm, rate) == ("smd", "1e-6")
             else:
                 assert said == "{:.3f} / {:.3f}".format(*both[-1])
+        if folder == "tune-512-32":
+            run = found[f"{arm} lr=3e-6"]["logs"][100]
+            gap, p05 = ([r[key] for r in run if key in r] for key in ("gap", "eval_accept_p05"))
+            assert rows[arm][3] == f"{gap[0]:.1g}, {statistics.fmean(gap[-10:]):.1g}" or (
+                rows[arm][3] == f"{gap[0]:.2f}, {statistics.fmean(gap[-10:]):.1f}")
+            assert rows[arm][4] == f"{p05[0]:.2f}, {p05[-1]:.2f}"
         if folder == "tune" and arm != "smd":
             chosen = max(zip(both, rates), key=lambda x: sum(x[0]))[1]
             assert f"{arm} lr={chosen}" in load("results/gsm8k")
@@ -437,6 +443,9 @@ def test_gsm8k_is_that_of_the_logs():
         assert cut == ", ".join(f"{x:.2f}" for x in ends["truncated"])
         first, last = ([x[i]["eval_length"] for x in run["logs"].values()] for i in (0, -1))
         assert length == f"{statistics.fmean(first):.0f}, {statistics.fmean(last):.0f}"
+    start = found["dense lr=3e-6"]["logs"][0][0]
+    assert rows["before training"][2:4] == [
+        f"{start[key]:.3f}" for key in ("eval_compressed", "eval_dense")]
     full = {name.split()[0]: name for name in found}
     for name, row in rows.items():
         match = re.fullmatch(r"(?:not named: )?(\w+) - (\w+), served (\w+)", name)
