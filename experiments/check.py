@@ -11,8 +11,10 @@ number copied from an error message is wrong the next time.
 Left out: any protection. mine.py may import the project and may read this file.
 """
 import functools
+import inspect
 import itertools
 import math
+import operator
 import os
 import random
 import re
@@ -21,7 +23,7 @@ import time
 import traceback
 import types
 import zlib
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 
 import torch
 
@@ -56,11 +58,20 @@ def shown(x):
     if isinstance(x, float):
         return f"{x:.6g}"
     if isinstance(x, list):
-        return "[" + ", ".join(map(shown, x)) + "]"
-    text = repr(x)
+        text = "[" + ", ".join(map(shown, x)) + "]"
+    else:
+        text = repr(x).replace("\n", " ")
     if len(text) > 90:
         text = text[:60] + " ... " + text[-25:]
     return text
+
+
+def number(x, call):
+    """x as a float; Wrong if it is no number."""
+    try:
+        return float(x)
+    except (TypeError, ValueError, RuntimeError):  # the last: a tensor of several numbers
+        raise Wrong(f"{call} must be a number, got {shown(x)}") from None
 
 
 def finite_tensor(x, shape, call):
@@ -206,11 +217,11 @@ def first_token(seeds, sees):
                 call = f"sees(t={t}, kept={kept.tolist()}, P={P})"
                 got = sees(t, kept.clone(), P)
                 try:
-                    got = sorted(map(int, got))
-                except (TypeError, ValueError):
+                    got = sorted(map(operator.index, got))
+                except TypeError:
                     raise Wrong(f"{call} must hold positions, got {shown(got)}") from None
                 if got != want:
-                    raise Wrong(f"{call}: expected {want}, got {got}")
+                    raise Wrong(f"{call}: expected {want}, got {shown(got)}")
 
 
 # 3. the variance of the sequence weight
@@ -237,7 +248,7 @@ def distributions(rng, V, distance):
 def sequence_weight(seeds, variance):
     def compare(what, want, p, q, L):
         try:
-            got = float(variance(p.clone(), q.clone(), L))
+            got = number(variance(p.clone(), q.clone(), L), "variance(p, q, L)")
         except OverflowError:
             got = "an OverflowError"
         if got != want and not (isinstance(got, float)
@@ -252,7 +263,7 @@ def sequence_weight(seeds, variance):
             compare(f"{call}, against the sum over all {V ** L} responses",
                     by_enumeration(p, q, L), p=p, q=q, L=L)
         compare("p equal to q", 0.0, p=q, q=q, L=5)
-        for distance, L in ((0.3, 1000), (1e-3, 1000), (1e-8, 1000), (0.9, 10 ** 5)):
+        for distance, L in ((0.03, 1000), (1e-8, 1000), (0.9, 10 ** 5)):
             p, q = distributions(rng, 50, distance)
             growth = L * torch.log1p(((p - q) ** 2 / q).sum())
             compare(f"{L} tokens, the ratios p / q within about {distance:g} of 1",
@@ -268,7 +279,7 @@ def reduction(seeds, reduce, heavier):
         mask = torch.arange(9) < lengths  # no response fills the columns
         loss = torch.randn(2, 3, 9, generator=rng)
         scale = token_scale(mask, "constant")
-        for past in (0.0, 5.0, math.nan):
+        for past in (0.0, 5.0, math.nan, math.inf):
             x = loss.masked_fill(~mask, past).requires_grad_()
             call = f"reduce(loss, mask) with {past:g} past the mask"
             got = reduce(x, mask.clone())
@@ -281,8 +292,9 @@ def reduction(seeds, reduce, heavier):
         for (a, b), norm in itertools.product(((10, 100), (short, long)), NORMS):
             lengths = torch.tensor([a, b])
             weight = token_scale(torch.arange(128) < lengths[None, :, None], norm)[0, :, 0]
-            same(torch.as_tensor(heavier(a, b, norm)), weight[0] / weight[1],
-                 f"heavier(short={a}, long={b}, norm={norm!r})")
+            call = f"heavier(short={a}, long={b}, norm={norm!r})"
+            got = torch.tensor(number(heavier(a, b, norm), call), dtype=torch.float64)
+            same(got, weight[0] / weight[1], call)
 
 
 # 5. what a tiny gap does not prove
@@ -420,6 +432,10 @@ def tricks(p, other):
     yield f"The code for {key} is {code}.", "a sentence"
     yield f"<think>{key} {code}</think>", "a thought"
     yield rf"{key} \d{{4}}", "a pattern"
+    yield f"{key} {code}.", "a full stop"
+    yield f"{key} {code}".upper(), "capitals"
+    yield f"**{key} {code}**", "bold type"
+    yield f"Answer: {key} {code}", "an announcement"
     yield "", "nothing"
 
 
@@ -474,6 +490,8 @@ def lifetimes(seeds, matrix):
             P, n, kept = len(r.prompts[b]), int(r.lengths[b, g]), r.kept[b][layer][head]
             until = r.until[layer, head, b, g].clone()                    # (R,)
             got = matrix(kept.clone(), until, P, n)
+            with suppress(TypeError, ValueError, RuntimeError):  # then it is no matrix
+                got = torch.as_tensor(got)
             same(got, seen[rows][:, rows],
                  f"matrix(kept={kept.tolist()}, until={until.tolist()}, P={P}, n={n})")
 
@@ -489,25 +507,28 @@ EXERCISES = {1: (key_norm, ["keynorm"]), 2: (first_token, ["sees"]),
 def check(number, path):
     """What is wrong with the answer to an exercise that the file at `path` gives, in one sentence;
     None if it is right. Raises OSError for a file that cannot be read."""
-    with open(path, encoding="utf-8") as f:
+    with open(path, "rb") as f:  # bytes: compile knows byte order marks and encodings
         source = f.read()
     run, names = EXERCISES[number]
     mine = types.ModuleType("mine")
     mine.__file__ = path
     sys.modules["mine"] = mine
+    search = sys.path[:]
+    sys.path.insert(0, os.path.dirname(os.path.abspath(path)))  # it may import its neighbours
     try:
         exec(compile(source, path, "exec"), vars(mine))
         missing = [name for name in names if not callable(getattr(mine, name, None))]
         if missing:
             raise Wrong(f"{os.path.basename(path)} has no function {missing[0]}")
-        run((0, zlib.crc32(source.encode())), *(getattr(mine, name) for name in names))
+        run((0, zlib.crc32(source)), *(getattr(mine, name) for name in names))
     except Wrong as e:
         return str(e)
     except (Exception, SystemExit) as e:
         said = " ".join(f"{type(e).__name__}: {getattr(e, 'msg', e)}".split())
         return f"{os.path.basename(path)}{line_of(e, path, mine)}: {said}"
     finally:
-        del sys.modules["mine"]
+        sys.path[:] = search
+        sys.modules.pop("mine", None)
 
 
 def line_of(e, path, mine):
@@ -518,8 +539,11 @@ def line_of(e, path, mine):
     if isinstance(e, SyntaxError) and e.filename == path:
         lines.append(e.lineno)
     called = re.match(r"(\w+)\(\)", str(e))  # "reduce() takes 1 positional argument but ..."
-    if not lines and called and hasattr(mine, called[1]):
-        lines.append(getattr(mine, called[1]).__code__.co_firstlineno)
+    if not lines and called:
+        function = inspect.unwrap(getattr(mine, called[1], None))  # of what a decorator made
+        code = getattr(function, "__code__", None)
+        if code and code.co_filename == path:
+            lines.append(code.co_firstlineno)
     if not lines:
         return ""
     return f", line {lines[-1]}"
@@ -531,7 +555,7 @@ def main(argv=None):
     if len(args) != 2 or args[0] not in map(str, EXERCISES):
         sys.exit(f"error: python -m experiments.check NUMBER mine.py, NUMBER from 1 to "
                  f"{len(EXERCISES)}")
-    with one_line_errors(OSError, UnicodeDecodeError):
+    with one_line_errors(OSError):
         wrong = check(int(args[0]), args[1])
     if wrong is None:
         tell("right")

@@ -1,6 +1,8 @@
 """docs/exercises.md and docs/answers.md: every answer is right, typical mistakes are told apart."""
+import importlib
 import os
 import re
+import sys
 import textwrap
 
 import pytest
@@ -64,10 +66,17 @@ MISTAKES = {
     "branches on values": (
         1, ("    return", "    if len(k) > 12 and k.max() > 0:\n        k = 2 * k\n    return"),
         "line 2: RuntimeError"),
+    "right for 12 keys alone": (
+        1, ("    return", "    if len(k) > 12:\n"
+            "        return __import__('kvcache').snapkv(q, k, e, elsewhere)\n    return"),
+        "it keeps what snapkv keeps"),
     "token 0 is as the others": (2, ("t == 0", "False"), r"sees\(t=0.*: expected \[0, 1, 2"),
     "token 1 is dense too": (2, ("t == 0", "t < 2"), r"sees\(t=1"),
     "row P - 1 does not see itself": (2, ("range(P)", "range(P - 1)"), r"sees\(t=0"),
     "no positions": (2, ("return kept", "return None"), "must hold positions, got None"),
+    "no whole positions": (2, ("return kept", "return kept + 0.9"), r"must hold positions, got \["),
+    "text": (2, ("return kept", "return map(str, kept.tolist())"), "must hold positions, got <map"),
+    "far too many": (2, ("range(P)", "range(100_000)"), r"got \[0, 1, 2.* \.\.\. .*99999\]"),
     "the variance adds up": (
         3, ("torch.expm1(L * torch.log1p(chi2))", "L * chi2"), "against the sum over all 9 resp"),
     "the mean square": (3, ("torch.expm1(L", "torch.exp(L"), "all 2 responses: expected"),
@@ -75,6 +84,13 @@ MISTAKES = {
     "a float loses it": (
         3, ("torch.expm1(L * torch.log1p(chi2))", "(p ** 2 / q).sum() ** L - 1"),
         "within about 1e-08 of 1: expected"),
+    "a little adds up": (
+        3, ("    return", "    if chi2 < 1e-3:\n        return L * chi2\n    return"),
+        "1000 tokens, .* within about 0.03 of 1"),
+    "nothing by nothing": (
+        3, ("log1p(chi2))", "log1p(chi2)) / chi2 * chi2"), "p equal to q: expected 0, got nan"),
+    "no variance": (
+        3, ("return torch", "torch"), r"variance\(p, q, L\) must be a number, got None"),
     "too large": (
         3, ("torch.expm1(L * torch.log1p(chi2))",
             "__import__('math').expm1(L * torch.log1p(chi2))"),
@@ -83,6 +99,13 @@ MISTAKES = {
     "the longest response": (
         4, ("mask.numel()", "(6 * mask.sum(-1).max())"), r"reduce\(loss, mask\) with 0"),
     "NaN passes": (4, ("torch.where(mask, loss, 0.0)", "(loss * mask)"), "nan past the mask"),
+    "inf passes": (
+        4, ("torch.where(mask, loss, 0.0)", "(torch.where(loss.isnan(), 0.0, loss) * mask)"),
+        "inf past the mask"),
+    "nothing returned": (
+        4, ("return long / short", "return"), r"heavier\(.*\) must be a number, got None"),
+    "two numbers": (
+        4, ("return 1.0", "return torch.ones(2)"), r"must be a number, got \[1, 1\]"),
     "only a number": (
         4, (".sum() / mask", ".sum().detach() / mask"), "must stay a tensor that depends on loss"),
     "short over long": (
@@ -109,6 +132,13 @@ MISTAKES = {
     "any digits": (
         6, ("text.strip() == answer", 're.fullmatch(r"\\s*[a-z]+ \\d+\\s*", text) '
             "and int(text.split()[-1]) == int(answer.split()[-1])"), "a zero in front"),
+    "a full stop": (
+        6, ("text.strip()", "text.strip().rstrip('.')"), "accepts a trick: a full stop"),
+    "capitals": (6, ("text.strip()", "text.strip().lower()"), "accepts a trick: capitals"),
+    "bold type": (6, ("text.strip()", "text.strip().strip('*`')"), "accepts a trick: bold type"),
+    "an announcement": (
+        6, ("text.strip() == answer", "text.strip() in (answer, 'Answer: ' + answer)"),
+        "accepts a trick: an announcement"),
     "pattern and text swapped": (
         6, ("text.strip() == answer", "text.strip() and re.fullmatch(text.strip(), answer)"),
         "accepts a trick: a pattern"),
@@ -125,6 +155,8 @@ MISTAKES = {
     "a step late": (8, ("int(until[u]):", "int(until[u]) + 1:"), "expected 0, got 1"),
     "the last prompt row": (8, ("seen[P:, j]", "seen[P - 1:, j]"), "expected 1, got 0"),
     "the last token is fed": (8, ("P + n - 1", "P + n"), "must be a tensor of shape"),
+    "a wrong list": (8, ("return seen", "return (1 - seen).tolist()"), "expected 1, got 0"),
+    "no matrix": (8, ("return seen", "return [[1], [1, 1]]"), "must be a tensor of .* got list"),
 }
 
 
@@ -152,12 +184,80 @@ def test_two_mistakes_of_each():
     ("x = 1\ndef sees(t, kept, P):\n    if t:\n        return kep\n    return range(P)\n",
      "mine.py, line 4: NameError: name 'kep' is not defined"),
     ("\ndef sees(t):\n    return []\n", r"mine.py, line 2: TypeError: sees\(\) takes 1 pos"),
+    ("import functools\n\n@functools.cache\ndef sees(t):\n    return []\n",
+     r"mine.py, line [34]: TypeError: sees\(\) takes 1 pos"),
+    ("import torch\n\n@torch.no_grad()\ndef sees(t):\n    return []\n",
+     r"mine.py, line [34]: TypeError: sees\(\) takes 1 pos"),
+    ("class sees:\n    pass\n", r"mine.py: TypeError: sees\(\) takes no arguments"),
+    ("from data.tasks import problem\nsees = problem\n", r"mine.py: TypeError: problem\(\) "),
+    ("import sys\nsys.modules.pop('mine')\n1 / 0\n", "mine.py, line 3: ZeroDivisionError"),
     ("import sys\nsys.exit('bye')\n", "mine.py, line 2: SystemExit: bye"),
     ("import nowhere\n", "mine.py, line 1: ModuleNotFoundError"),
     ("sees = 3\n", "mine.py has no function sees")])
 def test_an_error_names_its_line(source, sentence, says):
     said = says(2, source)
     assert re.match(sentence, said) and "\n" not in said, said
+
+
+FILLED = ("score = torch.zeros(k.shape[1], len(k))\n    score -= k.norm(dim=-1).t()\n"
+          "    return score")
+
+
+@pytest.mark.parametrize("number, right, also", [
+    (1, "return -k.norm(dim=-1).t()", FILLED.replace("torch.zeros", "k.new_zeros")),
+    (4, "return long / short", "from fractions import Fraction\n"
+     "        return Fraction(long, short)"),
+    (4, "return long / short", "from decimal import Decimal\n        return Decimal(long) / short"),
+    (8, "return seen", "return seen.tolist()"), (8, "return seen", "return seen.bool().numpy()")])
+def test_other_types_are_right_too(number, right, also, says):
+    answer = block(ANSWERS[number])
+    assert right in answer and says(number, answer.replace(right, also)) is None
+
+
+def test_new_tensors_under_vmap(says):
+    answer = "import torch\n" + block(ANSWERS[1]).replace("return -k.norm(dim=-1).t()", FILLED)
+    assert re.match(r"mine.py, line \d: RuntimeError: vmap", says(1, answer))
+
+
+def test_encodings(tmp_path):
+    path = tmp_path / "mine.py"
+    answer = block(ANSWERS[2])
+    latin = f"name = '\u00e9'\n{answer}".encode("latin-1")
+    for source in (b"\xef\xbb\xbf" + answer.encode(), b"# coding: latin-1\n" + latin):
+        path.write_bytes(source)
+        assert check.check(2, str(path)) is None
+    path.write_bytes(latin)  # and does not say so
+    said = check.check(2, str(path))
+    assert said.startswith("mine.py") and "SyntaxError" in said and "\n" not in said
+
+
+def test_a_file_beside_it(tmp_path, says, monkeypatch):
+    search = sys.path[:]
+    source = "from beside_mine import sees\n"
+    assert "ModuleNotFoundError" in says(2, source)
+    (tmp_path / "beside_mine.py").write_text(block(ANSWERS[2]))
+    importlib.invalidate_caches()  # the folder was read a moment ago
+    monkeypatch.setitem(sys.modules, "beside_mine", None)
+    monkeypatch.delitem(sys.modules, "beside_mine")  # and once more when the test ends
+    assert says(2, source) is None
+    assert sys.path == search and "mine" not in sys.modules
+
+
+def test_a_gap_is_told(says, monkeypatch):
+    answer = block(ANSWERS[1])
+    for error in (0.0, 1e-5):  # rounding
+        monkeypatch.setattr(check, "replay", off_by(error))
+        assert says(1, answer) is None
+    for error in (1e-3, 1.0):
+        monkeypatch.setattr(check, "replay", off_by(error))
+        assert f"sampler and learner differ by up to {error:.2g}, not" in says(1, answer)
+
+
+def off_by(error):
+    """-> a replay whose gap is this"""
+    def replay(net, rollout, policies):
+        return {"shadow": rollout.logp_roll + error}
+    return replay
 
 
 def test_command_line(tmp_path, capsys):
@@ -187,9 +287,9 @@ def test_inputs_depend_on_the_text(says, monkeypatch):
 def test_the_tricks_are_tricks():
     p = problem("kv", "train", seed=0, index=0, tokens=200, encode=str.split)
     tricks = list(check.tricks(p, "1234"))
-    assert len(dict(tricks)) == len(tricks) == 26
+    assert len(dict(tricks)) == len(tricks) == 30
     assert all(check.in_form(text.strip(), p.answer) < 1 for text, _ in tricks)
-    assert "refuses your trick and 26 others" in TASKS[6].replace("\n", " ")
+    assert "refuses your trick and 30 others" in TASKS[6].replace("\n", " ")
     assert check.in_form(p.answer, p.answer) == 1
     honest = [is_honest for _, is_honest, _ in check.scorers()]
     assert honest.count(True) == honest.count(False) == 8
