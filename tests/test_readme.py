@@ -399,7 +399,7 @@ def test_the_pilot_of_gsm8k_is_that_of_the_logs():
 
 
 @pytest.mark.parametrize("folder, title, rates", [
-    ("tune-512-32", "There (seed 100", ("3e-6", "1e-5")),
+    ("tune-512-32", "32 keys (seed 100", ("3e-6", "1e-5")),
     ("tune", "Rates, seed 100", ("1e-6", "3e-6"))])
 def test_the_rates_of_gsm8k_are_those_of_the_logs(folder, title, rates):
     """Each arm at each rate; what the arm was given afterwards is the better."""
