@@ -297,12 +297,12 @@ def report(name, path, code, seconds, stopped):
 def freest(devices, name, working):
     """The card with the fewest runs and of those with the fewest of this one's arm, as arms take
     different times. name: ARM seed N; working: (name, card) of each run -> card, or None"""
-    def load(card):
+    def crowd(card):
         there = [each for each, its in working if its == card]
         same = [each for each in there if arm_of(each) == arm_of(name)]
         return len(there), len(same)
 
-    return min(devices, key=load, default=None)
+    return min(devices, key=crowd, default=None)
 
 
 def arm_of(name):
@@ -565,7 +565,7 @@ def run_missing(options, texts, common, named):
                 args = [*shlex.split(a["args"]), f"--seed={seed}", f"--out_dir={path}", need]
                 todo.append((f"{name} seed {seed}", path, args))
             elif options.lean:
-                strip(name, path)
+                strip(f"{name} seed {seed}", path)
     for path in filter(None, [options.keep, *(path for _, path, _ in todo)]):
         make_folder(path)
     remember(out, arms, named)

@@ -323,8 +323,8 @@ def one_key_too_many(q, k, e, elsewhere=None):
 
 
 def by_the_clock(q, k, e, elsewhere=None):
-    number = torch.arange(k.shape[1] * len(k)).view(k.shape[1], len(k))
-    return (number * time.perf_counter_ns() % 999_983).float()
+    place = torch.arange(k.shape[1] * len(k)).view(k.shape[1], len(k))    # (nkv, n)
+    return (place * time.perf_counter_ns() % 999_983).float()
 
 
 def python_random(q, k, e, elsewhere=None):
