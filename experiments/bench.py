@@ -226,7 +226,7 @@ COLUMNS = dict(
     rollout_gb=("rollout GB", "10.3f"), predicted_gb=("predicted", "10.3f"),
     over=("ratio", "7.2f"), learner_gb=("learner GB", "10.3f"), kv_mb=("kept KV MB", "12,.3f"),
     tokens=("tokens", "10,d"), peak_gb=("peak GB", "8.2f"), first_s=("first s", "8.2f"),
-    error=("differs", "8.1e"))
+    error=("differs", "8.1e"), cuda_gb=("CUDA GB", "8.2f"))
 
 
 class Report:
@@ -824,31 +824,42 @@ def trl_config(trl, out_dir, work, steps):
 # settings that take less and less memory, and more time
 FRUGAL = (dict(), dict(micro_rows=8192), dict(checkpointing=True),
           dict(checkpointing=True, micro_rows=4096))
-CONTEXT = 0.8  # GB of a card assumed to be taken by CUDA itself
+CONTEXT = 0.8  # GB of a card assumed to be taken by CUDA itself; cuda_gb says how many were
 
 
 def fit(report, name, work, gb, steps):
     """A training step within gb GB: settings one after the other, from those that cost no time,
-    until one fits."""
-    table = report.table("a step on a smaller card", "peak_gb ms rollout_s learn_s", model=name,
-                         card=f"{gb} GB, {CONTEXT} of them for CUDA",
+    until one fits; where none does, what the last of them takes."""
+    table = report.table("a step on a smaller card", "peak_gb cuda_gb ms rollout_s learn_s",
+                         model=name, card=f"{gb} GB, {CONTEXT} of them for CUDA",
                          prompts=f"{work.B} x {work.G}", prompt=work.P, new_tokens=work.R,
                          kept=work.budget,
                          timed=f"median of {steps} after a first one, wall clock")
     for settings in FRUGAL:
         said = " ".join(f"{key}={value}" for key, value in settings.items()) or "defaults"
-        with capped(gb - CONTEXT):
-            row = attempt(our_step, name, work, steps=steps, **dict(checkpointing=False) | settings)
-        free()
-        table.add(said, row)
-        if "note" not in row:
+        if fits(table, said, limit=gb - CONTEXT, name=name, work=work, steps=steps,
+                settings=settings):
             return
+    fits(table, f"{said}, no limit", limit=None, name=name, work=work, steps=steps,
+         settings=settings)
+
+
+def fits(table, said, limit, name, work, steps, settings):
+    """One row of fit's table -> whether the step ran."""
+    with capped(limit):
+        row = attempt(our_step, name, work, steps=steps, **dict(checkpointing=False) | settings)
+        if CUDA:  # what is on the card and not torch's
+            there, whole = torch.cuda.mem_get_info()
+            row["cuda_gb"] = (whole - there - torch.cuda.memory_reserved()) / 1e9
+    free()
+    table.add(said, row)
+    return "note" not in row
 
 
 @contextmanager
 def capped(gb):
-    """Let torch allocate no more than so many GB of this card; nothing on a CPU."""
-    if not CUDA:
+    """Let torch allocate no more than so many GB of this card; None: all. Nothing on a CPU."""
+    if not CUDA or gb is None:
         yield
         return
     free()

@@ -2,6 +2,7 @@
 its comparisons really compare."""
 import json
 import math
+from contextlib import contextmanager
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -171,6 +172,31 @@ def test_fit_stops_at_the_first_that_fits(results, monkeypatch):
     full = "out of memory"
     assert found == {"defaults": full, "micro_rows=8192": full, "checkpointing=True": None}
     assert asked[1:] == [dict(checkpointing=False, micro_rows=8192), dict(checkpointing=True)]
+
+
+def test_fit_says_what_would_be_needed(monkeypatch):
+    """Where nothing fits, the last settings run once without a limit."""
+    limits = []
+
+    @contextmanager
+    def capped(gb):
+        limits.append(gb)
+        yield
+
+    def step(name, work, steps, **settings):
+        if limits[-1] is not None:
+            raise RuntimeError("CUDA out of memory")
+        return dict(ms=1.0, peak_gb=28.5)
+
+    monkeypatch.setattr(bench, "capped", capped)
+    monkeypatch.setattr(bench, "our_step", step)
+    report = bench.Report()
+    bench.fit(report, name="tiny", work=bench.TINY, gb=24, steps=1)
+    rows = report.tables[0].rows
+    assert limits == [24 - bench.CONTEXT] * 4 + [None]
+    assert [row.get("note") for row in rows] == ["out of memory"] * 4 + [None]
+    assert rows[-1]["name"] == "checkpointing=True micro_rows=4096, no limit"
+    assert rows[-1]["peak_gb"] == 28.5
 
 
 def test_the_cap_is_a_share_of_the_card(monkeypatch):
