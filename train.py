@@ -24,14 +24,13 @@ import functools
 import os
 import sys
 import time
-from contextlib import contextmanager
 from dataclasses import replace
 from types import SimpleNamespace
 
 import torch
 
 from data.files import check_files, files_of, is_file
-from data.rewards import Own, RewardError, check_name, named_numbers, place
+from data.rewards import Own, RewardError, check_name, explain, means, named_numbers
 from data.tasks import TASKS, Problems
 from data.tasks import reward as reward_of
 from data.tokenizer import Tokenizer
@@ -151,7 +150,7 @@ def main(argv):
         c, run, net, tok, problems, objective, opt, teacher = setup(argv)
     # a full disk, a reward that is no number, an update that is not finite
     with one_line_errors(OSError, ValueError, FloatingPointError, also=run.kept), \
-            saved_before_reward_errors(run, opt):
+            run.saved_before(RewardError, opt):
         while True:
             # 0. evaluate on held-out problems, also before the first step and after the last; then
             # save, as a checkpoint counts what stands in the log before it
@@ -318,32 +317,14 @@ def judge(batch, texts, split, first, tokens=None):
                 else:
                     found = named_numbers(reward_of(problem, text))
             except (Exception, SystemExit) as e:  # whatever somebody's own rule may raise
-                why = str(e)
-                if not isinstance(e, RewardError):
-                    why = f"raised {type(e).__name__}: {e!s:.200} ({place(e)})"
                 question = shown(problem.text.splitlines()[-1])
                 where = f"{split} problem {first + b} {problem.where}".strip()
                 raise RewardError(f"the reward of {where} ({question}, response {shown(text)}) "
-                                  f"{why}") from None
+                                  f"{explain(e)}") from None
             rewards[b].append(found.pop("reward"))
             for name, x in found.items():
                 parts.setdefault(name, []).append(x)
     return rewards, parts
-
-
-@contextmanager
-def saved_before_reward_errors(run, opt):
-    """A step whose reward fails changes no weights: what was learned before it is saved, so that
-    a run whose function was mended goes on with it."""
-    try:
-        yield
-    except RewardError as e:
-        try:
-            if run.step > (run.saved or 0):
-                run.save(opt.state())
-        except OSError as full:
-            raise ValueError(f"{e}; {full}") from None
-        raise
 
 
 def facts(rollout, rewards, parts):
@@ -357,11 +338,6 @@ def facts(rollout, rewards, parts):
     if rewards.is_cuda:
         log["peak_gb"] = torch.cuda.max_memory_allocated() / 1e9
     return log
-
-
-def means(parts):
-    """{name: numbers} -> {reward_name: their mean}"""
-    return {f"reward_{name}": sum(xs) / len(xs) for name, xs in parts.items()}
 
 
 def evaluate(net, tok, problems, c, eviction, n, run=None):
@@ -511,7 +487,9 @@ def setup(argv):
     folder = find_checkpoint(c.model)
     choose_dtype(c, folder)
     own = Own(c.reward) if ":" in c.reward else None
-    run = Run(c, MAY_CHANGE, identity_of(c, folder), inputs=inputs_of(c, folder))
+    paths = files_of(c.task, c.eval_task)
+    run = Run(c, MAY_CHANGE, identity_of(c, folder),
+              inputs=dict(model=folder, **{key: found[0] for key, found in paths.items()}))
     tok = Tokenizer(folder)
 
     def load():
@@ -538,7 +516,7 @@ def setup(argv):
     run.open()
     check_best(run)
     if own:
-        watch(run, own)
+        run.watch("reward", own.file, own.fingerprint)
     introduce(c, folder, net, problems=problems)
     return c, run, net, tok, problems, objective, opt, teacher
 
@@ -549,25 +527,6 @@ def problems_of(c, tok, rule, n_eval):
         c.task, tok, seed=c.seed, tokens=c.prompt_tokens, n_eval=n_eval,
         template=parse_object(c.template or "{}", "template"), skip_long=c.skip_long,
         eval_task=c.eval_task, shots=c.shots, raw_text=c.raw_text, rule=rule)
-
-
-def watch(run, own):
-    """Say whether the file of a reward of one's own changed since the run was saved."""
-    before = run.memory.get("reward", own.fingerprint)
-    if before != own.fingerprint:
-        tell(f"reward: {own.file} is another than before step {run.step}")
-    run.memory["reward"] = own.fingerprint
-
-
-def inputs_of(c, folder):
-    """{setting: path of what it makes a run read}"""
-    if c.task in TASKS:
-        return dict(model=folder)
-    train, held_out = files_of(c.task, c.eval_task)
-    found = dict(model=folder, task=train)
-    if c.eval_task:
-        found["eval_task"] = held_out
-    return found
 
 
 def choose_dtype(c, folder):
@@ -594,12 +553,8 @@ def identity_of(c, folder):
     if needs_initial(c):
         names += sorted(name for name in os.listdir(folder) if name.endswith(".safetensors"))
     found = dict(model=fingerprint(*(os.path.join(folder, name) for name in names)))
-    if c.task not in TASKS:
-        train, held_out = files_of(c.task)
-        own = not c.eval_task and held_out  # gsm8k's
-        found["task"] = fingerprint(*((train, held_out) if own else (train,)))
-    if c.eval_task:
-        found["eval_task"] = fingerprint(c.eval_task)
+    found.update({key: fingerprint(*paths)
+                  for key, paths in files_of(c.task, c.eval_task).items()})
     return found
 
 

@@ -61,12 +61,19 @@ def is_file(task):
 
 
 def files_of(task, eval_task=""):
-    """-> path of the problems to train on, path of those held out or None: part of the first."""
+    """-> {setting: paths of its files}: of a task one, or GSM8K's two, of which the second is held
+    out unless eval_task is; none of a task that is generated."""
+    if not is_file(task):
+        return {}
     if not task.startswith(GSM8K):
-        return task, eval_task or None
-    folder = os.path.expanduser(task.removeprefix(GSM8K))
-    train, test = (os.path.join(folder, name) for name in ("train.jsonl", "test.jsonl"))
-    return train, eval_task or test
+        found = dict(task=[task])
+    else:
+        folder = os.path.expanduser(task.removeprefix(GSM8K))
+        names = ["train.jsonl"] if eval_task else ["train.jsonl", "test.jsonl"]
+        found = dict(task=[os.path.join(folder, name) for name in names])
+    if eval_task:
+        found["eval_task"] = [eval_task]
+    return found
 
 
 def check_files(c):
@@ -79,20 +86,20 @@ def check_files(c):
                              f"task={c.task}, which is generated")
 
 
-def read_splits(files, shots, notes, **how):
+def read_splits(paths, shots, notes, **how):
     """-> {"train": Problems, "eval": Problems}, the first `shots` to train on, which are examples
-    and not trained on. files: of files_of. notes: lines that a user should read. how: see
-    read_problems."""
-    train, held_out = files
-    if held_out is None:
+    and not trained on. paths: of a file, or of one to train on and one that is held out. notes:
+    lines that a user should read. how: see read_problems."""
+    train, *held_out = paths
+    if not held_out:
         splits = split_file(read_problems(train, notes, **how), name=train)
     else:
-        every, held = (read_problems(path, notes, **how) for path in files)
+        every, held = (read_problems(path, notes, **how) for path in paths)
         known = {key(p) for p in held}
         splits = {"train": [p for p in every if key(p) not in known], "eval": list(held)}
         if both := len(every) - len(splits["train"]):
-            notes.append(f"{train}: {both} of {len(every)} problems stand in {held_out} too and "
-                         "are not trained on")
+            notes.append(f"{train}: {both} of {len(every)} problems stand in {held_out[0]} too "
+                         "and are not trained on")
     examples, splits["train"] = splits["train"][:shots], splits["train"][shots:]
     if not splits["train"]:
         raise ValueError(f"{train}: no problem is left to train on")

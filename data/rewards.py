@@ -116,9 +116,9 @@ def load(module):
         raise ValueError(f"reward: cannot import {module} from {here} or the path: {why:.200}"
                          f"{line}") from None
     want = os.path.join(here, *module.split(".")) + ".py"
-    if os.path.exists(want) and not os.path.samefile(want, found.__file__ or here):
-        raise ValueError(f"reward: {module} is {found.__file__ or 'built in'}, which hides {want}: "
-                         "choose another name")
+    got = getattr(found, "__file__", None) or "built in"
+    if os.path.exists(want) and not (os.path.exists(got) and os.path.samefile(want, got)):
+        raise ValueError(f"reward: {module} is {got}, which hides {want}: choose another name")
     return found
 
 
@@ -141,6 +141,18 @@ def number(x, what=""):
     if not isinstance(x, Real) or not abs(x) <= LARGEST:
         raise RewardError(f"{what}must be a finite number, got {x!r:.80}")
     return float(x)
+
+
+def explain(e):
+    """What an exception says of a reward, and where it was raised if the reward's code did that."""
+    if isinstance(e, RewardError):
+        return str(e)
+    return f"raised {type(e).__name__}: {e!s:.200} ({place(e)})"
+
+
+def means(parts):
+    """{name: numbers} -> {reward_name: their mean}"""
+    return {f"reward_{name}": sum(xs) / len(xs) for name, xs in parts.items()}
 
 
 def place(e):

@@ -341,31 +341,31 @@ class Problems:
             no_chat = ""
             if raw_text or not tok.has_chat:
                 no_chat = "raw_text=True" if raw_text else "this checkpoint has no chat template"
-            files = files_of(task, eval_task)
-            self.file, examples = read_splits(files, shots, self.notes, rule=rule, no_chat=no_chat)
+            paths = sum(files_of(task, eval_task).values(), [])
+            self.file, examples = read_splits(paths, shots, self.notes, rule=rule, no_chat=no_chat)
         self.encode = prompt_encoder(tok, template, examples, raw=raw_text)
         self.thinks = opens_thought(tok, self.encode)
         if self.file:
             self._check_lengths(skip_long)
             self.n_eval = min(n_eval, len(self.file["eval"]))
-            self._describe(files[1], examples, wanted=n_eval)
+            self._describe(paths, examples, wanted=n_eval)
         for split in ("eval", "train"):
             (p,), _ = self.get(split, [0])
             if rule in RULES and not earns(rule, p.answer, p.answer):
                 raise ValueError(f"task {task} has answers like {p.answer!r:.80}, which no text "
                                  f"can match by reward={rule}")
 
-    def _describe(self, held_out, examples, wanted):
+    def _describe(self, paths, examples, wanted):
         """Notes on what the files hold."""
         train, n = len(self.file["train"]), len(self.file["eval"])
-        if held_out is None:
+        if len(paths) == 1:
             self.notes.append(f"{self.task}: {train} problems to train on, {n} held out (every "
                               f"{HOLD_OUT}th), {wanted} wanted")
         else:
-            self.notes.append(f"{self.task}: {train} problems to train on; {held_out}: {n} held "
+            self.notes.append(f"{self.task}: {train} problems to train on; {paths[1]}: {n} held "
                               f"out, {wanted} wanted")
         if examples:
-            self.notes.append(f"{len(examples)} examples in front of each problem: "
+            self.notes.append(f"shots={len(examples)}: in front of each problem "
                               f"{', '.join(p.where for p in examples)}")
         words = sum(not is_number(p.answer) for pool in self.file.values() for p in pool)
         if words and self.rule == "auto":
