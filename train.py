@@ -30,7 +30,7 @@ from types import SimpleNamespace
 import torch
 
 from data.files import check_files, files_of, is_file
-from data.rewards import Own, RewardError, check_name, explain, means, named_numbers
+from data.rewards import RewardError, check_name, explain, find, means, named_numbers
 from data.tasks import TASKS, Problems
 from data.tasks import reward as reward_of
 from data.tokenizer import Tokenizer
@@ -486,7 +486,7 @@ def setup(argv):
     choose_device(c)
     folder = find_checkpoint(c.model)
     choose_dtype(c, folder)
-    own = Own(c.reward) if ":" in c.reward else None
+    rule = find(c.reward)
     paths = files_of(c.task, c.eval_task)
     run = Run(c, MAY_CHANGE, identity_of(c, folder),
               inputs=dict(model=folder, **{key: found[0] for key, found in paths.items()}))
@@ -507,7 +507,7 @@ def setup(argv):
         raise ValueError(f"prompt_tokens {c.prompt_tokens} + max_new_tokens {c.max_new_tokens} "
                          f"exceed the model's context of {net.config.max_pos}")
     check_memory(c, net)
-    problems = problems_of(c, tok, own or c.reward, n_eval=max(c.eval_problems, c.eval_final))
+    problems = problems_of(c, tok, rule, n_eval=max(c.eval_problems, c.eval_final))
     objective = OBJECTIVES[c.objective](net, c, initial)
     teacher = initial() if c.distill and c.teacher == "initial" else None
     opt = Masters(net, c, objective.value)
@@ -515,8 +515,8 @@ def setup(argv):
         opt.load(run.learner, run.path("ckpt.pt"))
     run.open()
     check_best(run)
-    if own:
-        run.watch("reward", own.file, own.fingerprint)
+    if callable(rule):
+        run.watch("reward", rule.file, rule.fingerprint)
     introduce(c, folder, net, problems=problems)
     return c, run, net, tok, problems, objective, opt, teacher
 
@@ -612,6 +612,8 @@ def introduce(c, folder, net, problems):
           f"bytes, {dense:,} if each kept all keys")
     for note in problems.notes:
         tell(note)
+    if c.reward != "auto":
+        tell(f"reward by {problems.rule}")
     if needs_initial(c):
         tell("a frozen copy of the initial model is held beside it")
     # other norms weigh long responses more, corrections weigh tokens: the loss then is not 0

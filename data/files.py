@@ -196,8 +196,8 @@ def read_line(line, rule="auto", where=""):
     own = not isinstance(rule, str)
     if isinstance(answer, str):
         answer = answer.split("####")[-1].strip()
-    elif own:  # for the function, whatever it is
-        answer = json.dumps(row["answer"]) if isinstance(row, dict) and "answer" in row else ""
+    elif own:  # whatever the function makes of it
+        answer = "" if answer is None else json.dumps(row["answer"])
     if (not isinstance(text, str) or not text.strip() or not isinstance(answer, str)
             or not (answer or own)):
         raise ValueError('needs a non-empty "prompt" (or "question"), text, or "messages", and '

@@ -62,6 +62,11 @@ def check_name(name):
                          "module:function")
 
 
+def find(name):
+    """-> what judges by a setting `reward`: a rule's name, or the function of one's own."""
+    return Own(name) if ":" in name else name
+
+
 # functions of one's own
 
 class Own:
@@ -72,7 +77,7 @@ class Own:
 
     def __init__(self, name):
         module, function = OWN.fullmatch(name).groups()
-        self.names = None  # of the numbers that it returns
+        self.name, self.names = name, None  # the names of the numbers that it returns
         loaded = load(module)
         self.file = getattr(loaded, "__file__", None) or module
         self.fingerprint = fingerprint(self.file)
@@ -88,6 +93,9 @@ class Own:
                              "take (row, text, tokens)") from None
         except ValueError:  # a built-in one does not say what it takes
             pass
+
+    def __str__(self):
+        return f"{self.name} of {self.file}"
 
     def __call__(self, row, text, tokens):
         """Raises RewardError, and whatever the function raises."""

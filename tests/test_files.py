@@ -235,6 +235,9 @@ def test_examples_that_cannot_be(tmp_path, plain):
     with pytest.raises(ValueError, match=r'b.jsonl:2 is an example \(shots=1\) and needs an "ans'):
         made(path, plain, shots=1, rule=rule)
     assert len(made(path, plain, rule=rule).file["train"]) == 18
+    rows = [dict(prompt="a", answer=None), dict(prompt="b", answer=[1, "x"]), dict(prompt="c")]
+    assert [p.answer for p in read_problems(write(tmp_path / "c.jsonl", rows), rule=rule)] == [
+        "", '[1, "x"]', ""]
     with pytest.raises(ValueError, match="b.jsonl:1 needs"):  # control: a rule needs answers
         made(path, plain)
 

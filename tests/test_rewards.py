@@ -205,33 +205,35 @@ def test_the_stop_token_is_given(mine, tmp_path):
     assert step["reward_inside"] == 0
 
 
-# 8 responses in an evaluation, 8 in a step: of step 1 the second
-FAILS = ("N = 0\ndef score(row, text, tokens):\n    global N\n    N += 1\n    if N == 8 + 8 + 2:\n"
+FAILS = ("N = 0\ndef score(row, text, tokens):\n    global N\n    N += 1\n    if N == {}:\n"
          "        {}\n    return sum(map(str.isdigit, text)) / max(1, len(text))\n")
 
 
-@pytest.mark.parametrize("bug, say", [
-    ("row['level']", r"raised KeyError: 'level' \(.*mine.py:6\)"),
-    ("return None", "must be a finite number, got None"),
-    ("return dict(reward=1, x=1)", "has the names reward, x, before it had reward: must be the .*"),
-    ("raise SystemExit(2)", r"raised SystemExit: 2 \(.*mine.py:6\)")])
-def test_a_function_that_fails_loses_nothing(bug, say, mine, tmp_path, capsys):
+# 8 responses in the evaluations before steps 0 and 2, 8 in a step
+@pytest.mark.parametrize("n, bug, where, say", [
+    (8 + 8 + 2, "row['level']", "training problem 2", r"raised KeyError: 'level' \(.*mine.py:6\)"),
+    (8 + 8 + 5, "return None", "training problem 3", "must be a finite number, got None"),
+    (8 + 8 + 8, "return dict(reward=1, x=1)", "training problem 3",
+     "has the names reward, x, before it had reward: must be the same in each call"),
+    (8 + 16 + 3, "raise SystemExit(2)", "held-out problem 2",
+     r"raised SystemExit: 2 \(.*mine.py:6\)")])
+def test_a_function_that_fails_loses_nothing(n, bug, where, say, mine, tmp_path, capsys):
     """What was learned before is saved; the run goes on at that very step and ends as one that
     never failed."""
     out, ask = tmp_path / "out", ["--reward=mine:score", "--steps=3", "--save_every=9",
-                                  "--eval_every=9"]
-    path = mine(FAILS.format(bug))
+                                  "--eval_every=2"]
+    path, step = mine(FAILS.format(n, bug)), 1 if "training" in where else 2
     with pytest.raises(SystemExit, match=(
-            r"^error: the reward of training problem 2 \('Repeat .*', response '.*'\) "
-            rf"{say}; .*ckpt.pt holds step 1$")):
+            rf"^error: the reward of {where} \('Repeat .*', response '.*'\) {say}; "
+            rf".*ckpt.pt holds step {step}$")):
         train_here(*ask, f"--out_dir={out}")
-    state = read_checkpoint(out)
-    assert state["step"] == 1 and len(read_log(out)[1]) == 1
-    mine(FAILS.format("pass"))
+    assert read_checkpoint(out)["step"] == step == len(read_log(out)[1]) and len(read_log(out)[0]) == 1
+    mine(FAILS.format(0, "pass"))
     capsys.readouterr()
     train_here(*ask, "--resume=True", f"--out_dir={out}")
-    assert capsys.readouterr().out.startswith(f"reward: {path} is another than before step 1\n")
-    mine(FAILS.format("pass"))
+    said = f"reward: {path} is another than before step {step}\n"
+    assert capsys.readouterr().out.startswith(said)
+    mine(FAILS.format(0, "pass"))
     whole = tmp_path / "whole"
     train_here(*ask, f"--out_dir={whole}")
     assert "is another" not in capsys.readouterr().out
