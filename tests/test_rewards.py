@@ -4,6 +4,7 @@ import json
 import os
 import sys
 
+import numpy as np
 import pytest
 
 import train
@@ -81,7 +82,7 @@ def test_answers_that_a_rule_cannot_pay_are_refused(tmp_path):
 # functions of one's own
 
 def test_numbers_that_a_function_returns():
-    for x, want in ((1, 1.0), (True, 1.0), (-0.5, -0.5)):
+    for x, want in ((1, 1.0), (True, 1.0), (-0.5, -0.5), (np.float32(0.5), 0.5), (np.True_, 1.0)):
         assert named_numbers(x) == {"reward": want} and type(named_numbers(x)["reward"]) is float
     assert named_numbers(dict(reward=1, right=False)) == {"reward": 1.0, "right": 0.0}
     for x, say in (

@@ -38,14 +38,14 @@ def blocks(text):
 def run_here(folder, words):
     """`python words` in a folder, of which words[0] is a file or -m."""
     os.chdir(folder)
-    sys.path.insert(0, folder)
     if words[0] == "-m":
         sys.argv = words[1:]
         runpy.run_module(words[1], run_name="__main__", alter_sys=True)
         return
     sys.argv = words
-    here = os.path.exists(words[0])
-    runpy.run_path(words[0] if here else os.path.join(ROOT, words[0]), run_name="__main__")
+    script = words[0] if os.path.exists(words[0]) else os.path.join(ROOT, words[0])
+    sys.path.insert(0, os.path.dirname(os.path.abspath(script)))
+    runpy.run_path(script, run_name="__main__")
 
 
 def run(folder, line):
@@ -104,7 +104,7 @@ def test_the_page_runs(name, tmp_path):
                 printed += text
                 assert (code != 0) == (fails and n == len(lines)), f"{line}\n{text}"
         else:
-            assert language in ("python", "jsonl") and file.endswith((".py", ".jsonl")), file
+            assert language in ("python", "jsonl") and file, f"{language!r} block: {file}"
             (tmp_path / file).write_text(content)
 
 
