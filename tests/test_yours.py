@@ -17,7 +17,8 @@ PAGE = os.path.join(ROOT, "docs", "yours.md")
 BLOCK = re.compile(r"^```(\w*)\n(.*?)^```$", re.M | re.S)
 # appended to each command of train.py
 SMALL = ["--steps=2", "--prompts=2", "--group=4", "--eval_problems=2", "--eval_final=2",
-         "--eval_every=2", "--eval_batch=2", "--save_every=9", "--device=cpu"]
+         "--eval_every=2", "--eval_batch=2", "--save_every=9", "--max_new_tokens=5",
+         "--device=cpu"]
 CHAT = ("{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}"
         "{% if add_generation_prompt %}assistant: {% endif %}")
 
