@@ -25,12 +25,14 @@ import os
 import sys
 import time
 from dataclasses import replace
-from numbers import Real
 from types import SimpleNamespace
 
 import torch
 
-from data.tasks import TASKS, Problems, reward
+from data.files import check_files, files_of, is_file
+from data.rewards import RewardError, check_name, explain, find, means, named_numbers
+from data.tasks import TASKS, Problems
+from data.tasks import reward as reward_of
 from data.tokenizer import Tokenizer
 from grpo import CORRECTIONS, GRPO, NORMS, replay
 from kvcache import EVICT, SPREAD, Eviction
@@ -58,9 +60,13 @@ device = "auto"          # auto: cuda if there is one; cpu, cuda, cuda:1
 dtype = "auto"           # of the weights: float32, bfloat16; auto: by size on cuda, else float32
 # model and task
 model = TINY             # a folder or a hub name; here the embedded checkpoint
-task = "kv4"             # needle, kv, kv4, kv16, own, hop, sum, or a .jsonl file of problems
+task = "kv4"             # needle, kv, kv4, kv16, own, hop, sum, a .jsonl file, or gsm8k:FOLDER
+eval_task = ""           # a .jsonl file of held-out problems; "": every tenth of the task's file
+reward = "auto"          # auto, exact, number, boxed, choice, contains, or module:function
+shots = 0                # problems of the file that come first in every prompt, answered; 0 .. 8
 prompt_tokens = 256      # longest prompt in tokens; 64 .. the model's context
 template = ""            # more arguments for the chat template, JSON: {"enable_thinking": false}
+raw_text = False         # the prompt as it stands in the file, without the chat template
 skip_long = False        # leave out problems of a file that are too long, instead of refusing it
 # rollout
 prompts = 16             # prompts per step; 4 .. 128
@@ -130,7 +136,7 @@ RANGES = dict(
     response_budget=(0, MANY), temperature=(1e-2, 100), ref_kl=(0, 100), distill=(0, 100),
     clip=(0, 1), clip_high=(0, 100), lr=(1e-12, 1), gamma=(0, 1), lam=(0, 1), value_coef=(0, 100),
     beta=(1e-6, 100), beta2=(0, 0.9999), weight_decay=(0, 1), grad_clip=(1e-6, 1e6),
-    seed=(0, 2**40))
+    seed=(0, 2**40), shots=(0, 1000))
 MAY_CHANGE = {  # on resume; the last two because a run may end for want of memory
     "resume", "overwrite", "out_dir", "device", "steps", "eval_every", "eval_batch", "save_every",
     "micro_rows", "checkpointing"}
@@ -143,7 +149,8 @@ def main(argv):
     with one_line_errors(ValueError, OSError):
         c, run, net, tok, problems, objective, opt, teacher = setup(argv)
     # a full disk, a reward that is no number, an update that is not finite
-    with one_line_errors(OSError, ValueError, FloatingPointError, also=run.kept):
+    with one_line_errors(OSError, ValueError, FloatingPointError, also=run.kept), \
+            run.saved_before(RewardError, opt):
         while True:
             # 0. evaluate on held-out problems, also before the first step and after the last; then
             # save, as a checkpoint counts what stands in the log before it
@@ -166,7 +173,7 @@ def main(argv):
 
             # 3. reward the decoded text; what was sampled is never encoded again
             texts = decode(tok, rollout, special=False)
-            rewards = judge(batch, texts, "training", first=number)
+            rewards, parts = judge(batch, texts, "training", first=number, tokens=ids_of(rollout))
             rewards = torch.tensor(rewards, device=net.device)            # (B, G)
             sampled = time.time()
 
@@ -176,7 +183,7 @@ def main(argv):
                          teacher=teacher)
 
             # 5. log
-            log = dict(step=run.step, **facts(rollout, rewards), **log, lr=lr,
+            log = dict(step=run.step, **facts(rollout, rewards, parts), **log, lr=lr,
                        rollout_s=sampled - began, learn_s=time.time() - sampled)
             log["tokens_per_s"] = log["tokens"] / max(log["rollout_s"], 1e-9)
             run.log("step", log)
@@ -284,38 +291,49 @@ def micro_batches(rollout, copies, limit):
     return parts
 
 
-def decode(tok, rollout, special=True):
-    """The text of each response: B lists of G. special: with stop tokens and the like."""
-    return [[tok.decode(tokens[:n], special=special) for tokens, n in zip(*group)]
+def ids_of(rollout):
+    """The tokens of each response: B lists of G lists of ids."""
+    return [[tokens[:n] for tokens, n in zip(*group)]
             for group in zip(rollout.tokens.tolist(), rollout.lengths.tolist())]
 
 
-def judge(batch, texts, split, first):
-    """Rewards of the responses to each problem. Raises ValueError, naming the problem, for one that
-    is no finite number. split, first: how the problems are called."""
-    def checked(problem, text, i):
-        try:
-            x = reward(problem, text)
-            if isinstance(x, Real) and abs(x) <= torch.finfo(torch.float32).max:
-                return float(x)
-            why = f"must be a finite number, got {x!r:.80}"
-        except Exception as e:  # whatever somebody's own rule may raise
-            why = f"raised {type(e).__name__}: {e!s:.200}"
-        question = shown(problem.text.splitlines()[-1])
-        raise ValueError(f"the reward of {split} problem {i} ({question}, response {shown(text)}) "
-                         f"{why}")
-
-    return [[checked(problem, text, i) for text in group]
-            for i, (problem, group) in enumerate(zip(batch, texts), first)]
+def decode(tok, rollout, special=True):
+    """The text of each response: B lists of G. special: with stop tokens and the like."""
+    return [[tok.decode(ids, special=special) for ids in group] for group in ids_of(rollout)]
 
 
-def facts(rollout, rewards):
-    """What a rollout says of itself, for the log."""
+def judge(batch, texts, split, first, tokens=None):
+    """Rewards of the responses to each problem -> B lists of G, {name: a list of one number per
+    response} of what else a function of one's own returns. split, first: how the problems are
+    called. tokens: B lists of G lists of ids, for such a function. Raises RewardError, naming the
+    problem, for one that is no finite number."""
+    rewards, parts = [], {}
+    for b, (problem, group) in enumerate(zip(batch, texts)):
+        rewards.append([])
+        for g, text in enumerate(group):
+            try:
+                if callable(problem.rule):
+                    found = problem.rule(problem.row, text, tokens[b][g])
+                else:
+                    found = named_numbers(reward_of(problem, text))
+            except (Exception, SystemExit) as e:  # whatever somebody's own rule may raise
+                question = shown(problem.text.splitlines()[-1])
+                where = f"{split} problem {first + b} {problem.where}".strip()
+                raise RewardError(f"the reward of {where} ({question}, response {shown(text)}) "
+                                  f"{explain(e)}") from None
+            rewards[b].append(found.pop("reward"))
+            for name, x in found.items():
+                parts.setdefault(name, []).append(x)
+    return rewards, parts
+
+
+def facts(rollout, rewards, parts):
+    """What a rollout says of itself, for the log. parts: of rewards, by name."""
     equal = (rewards == rewards[:, :1]).all(1)                            # (B,)
     log = dict(
         reward=rewards.mean().item(), equal=equal.float().mean().item(),
         truncated=1 - rollout.stopped.float().mean().item(), tokens=rollout.lengths.sum().item(),
-        length=rollout.lengths.float().mean().item())
+        length=rollout.lengths.float().mean().item(), **means(parts))
     log.update({f"kv_{name}": size for name, size in rollout.kv.items()})
     if rewards.is_cuda:
         log["peak_gb"] = torch.cuda.max_memory_allocated() / 1e9
@@ -324,12 +342,13 @@ def facts(rollout, rewards):
 
 def evaluate(net, tok, problems, c, eviction, n, run=None):
     """Greedy reward on the first n held-out problems under `eviction`, the same for every seed.
-    -> dict of reward, length (mean, in tokens), samples (a line per problem) and, if keys are
-    evicted, accept and accept_p05: how much of the dense policy the sparse one covers, the sum over
-    the vocabulary of min(p_dense, p_shadow), mean and 5th percentile over tokens. None if run is
-    interrupted between two batches."""
+    -> dict of reward, length (mean, in tokens), samples (a line per problem), a reward_NAME for
+    each that a function of one's own names and, if keys are evicted, accept and accept_p05: how
+    much of the dense policy the sparse one covers, the sum over the vocabulary of min(p_dense,
+    p_shadow), mean and 5th percentile over tokens. None if run is interrupted between two
+    batches."""
     dense = eviction.method == "none"
-    rewards, samples, overlap, tokens = [], [], [], 0
+    rewards, samples, overlap, tokens, parts = [], [], [], 0, {}
     for start in range(0, n, c.eval_batch):
         if run and run.interrupted:
             return None
@@ -338,7 +357,10 @@ def evaluate(net, tok, problems, c, eviction, n, run=None):
         batch, prompts = problems.get("eval", range(start, end))
         r = generate(net, prompts, 1, c.max_new_tokens, temperature=0.0, eviction=eviction,
                      stop_ids=tok.stop_ids, seed=0)
-        judged = judge(batch, decode(tok, r, special=False), "held-out", first=start)
+        judged, found = judge(batch, decode(tok, r, special=False), "held-out", first=start,
+                              tokens=ids_of(r))
+        for name, xs in found.items():
+            parts.setdefault(name, []).extend(xs)
         for problem, (text,), (x,) in zip(batch, decode(tok, r), judged):
             rewards.append(x)
             samples.append(sample(problem, text, x))
@@ -349,7 +371,7 @@ def evaluate(net, tok, problems, c, eviction, n, run=None):
                     out = replay(net, r.select(indices), stats=True)
                 overlap.append(out["accept"][r.mask[indices]].cpu())
     say("")
-    log = dict(reward=sum(rewards) / n, length=tokens / n, samples=samples)
+    log = dict(reward=sum(rewards) / n, length=tokens / n, samples=samples, **means(parts))
     if overlap:
         overlap = torch.cat(overlap)
         log.update(accept=overlap.mean().item(), accept_p05=overlap.quantile(0.05).item())
@@ -378,6 +400,9 @@ def evaluate_both(c, run, net, tok, problems):
         step=run.step, problems=n, eval_compressed=sparse["reward"], eval_dense=dense["reward"],
         eval_accept=sparse["accept"], eval_accept_p05=sparse["accept_p05"],
         eval_length=sparse["length"], eval_length_dense=dense["length"])
+    for cache, found in (("compressed", sparse), ("dense", dense)):
+        e.update({name.replace("reward", f"eval_{cache}", 1): x for name, x in found.items()
+                  if name.startswith("reward_")})
     best = run.memory.get("best")
     if best is None or e["eval_compressed"] > best["eval_compressed"]:
         run.memory["best"] = e
@@ -443,9 +468,11 @@ def settings(argv):
     objective = OBJECTIVES[c.objective]
     if hasattr(objective, "check"):
         objective.check(c)
-    if c.task not in TASKS and not c.task.endswith(".jsonl"):
-        raise ValueError(f"unknown task {shown(c.task)}: one of {', '.join(TASKS)}, or a .jsonl "
-                         "file")
+    if c.task not in TASKS and not is_file(c.task):
+        raise ValueError(f"unknown task {shown(c.task)}: one of {', '.join(TASKS)}, a .jsonl "
+                         "file, or gsm8k:FOLDER")
+    check_files(c)
+    check_name(c.reward)
     if not c.out_dir:
         raise ValueError("out_dir is empty")
     return c
@@ -459,7 +486,10 @@ def setup(argv):
     choose_device(c)
     folder = find_checkpoint(c.model)
     choose_dtype(c, folder)
-    run = Run(c, MAY_CHANGE, identity_of(c, folder), inputs=dict(model=folder, task=c.task))
+    rule = find(c.reward)
+    paths = files_of(c.task, c.eval_task)
+    run = Run(c, MAY_CHANGE, identity_of(c, folder),
+              inputs=dict(model=folder, **{key: found[0] for key, found in paths.items()}))
     tok = Tokenizer(folder)
 
     def load():
@@ -477,10 +507,7 @@ def setup(argv):
         raise ValueError(f"prompt_tokens {c.prompt_tokens} + max_new_tokens {c.max_new_tokens} "
                          f"exceed the model's context of {net.config.max_pos}")
     check_memory(c, net)
-    problems = Problems(
-        c.task, tok, seed=c.seed, tokens=c.prompt_tokens,
-        n_eval=max(c.eval_problems, c.eval_final),
-        template=parse_object(c.template or "{}", "template"), skip_long=c.skip_long)
+    problems = problems_of(c, tok, rule, n_eval=max(c.eval_problems, c.eval_final))
     objective = OBJECTIVES[c.objective](net, c, initial)
     teacher = initial() if c.distill and c.teacher == "initial" else None
     opt = Masters(net, c, objective.value)
@@ -488,8 +515,18 @@ def setup(argv):
         opt.load(run.learner, run.path("ckpt.pt"))
     run.open()
     check_best(run)
+    if callable(rule):
+        run.watch("reward", rule.file, rule.fingerprint)
     introduce(c, folder, net, problems=problems)
     return c, run, net, tok, problems, objective, opt, teacher
+
+
+def problems_of(c, tok, rule, n_eval):
+    """The Problems that the settings name. rule: a reward's name, or the function it stands for."""
+    return Problems(
+        c.task, tok, seed=c.seed, tokens=c.prompt_tokens, n_eval=n_eval,
+        template=parse_object(c.template or "{}", "template"), skip_long=c.skip_long,
+        eval_task=c.eval_task, shots=c.shots, raw_text=c.raw_text, rule=rule)
 
 
 def choose_dtype(c, folder):
@@ -516,8 +553,8 @@ def identity_of(c, folder):
     if needs_initial(c):
         names += sorted(name for name in os.listdir(folder) if name.endswith(".safetensors"))
     found = dict(model=fingerprint(*(os.path.join(folder, name) for name in names)))
-    if c.task not in TASKS:
-        found["task"] = fingerprint(c.task)
+    found.update({key: fingerprint(*paths)
+                  for key, paths in files_of(c.task, c.eval_task).items()})
     return found
 
 
@@ -575,6 +612,8 @@ def introduce(c, folder, net, problems):
           f"bytes, {dense:,} if each kept all keys")
     for note in problems.notes:
         tell(note)
+    if c.reward != "auto":
+        tell(f"reward by {problems.rule}")
     if needs_initial(c):
         tell("a frozen copy of the initial model is held beside it")
     # other norms weigh long responses more, corrections weigh tokens: the loss then is not 0
@@ -603,6 +642,7 @@ def show(log):
     for name in ("weight", "rejected", "value", "value_loss", "pairs", "margin", "ref_kl"):
         if name in log:
             parts.append(f"{name} {log[name]:.3f}")
+    parts += [f"{name} {x:.3f}" for name, x in log.items() if name.startswith("reward_")]
     parts.append(f"grad {log['grad_norm']:.2f}")
     parts.append(f"{log['rollout_s']:.1f}+{log['learn_s']:.1f} s")
     return " | ".join(parts)

@@ -157,3 +157,23 @@ def after_thought(text, thinks):
     if "<think>" in rest or (thinks and not closed):
         return ""
     return rest.strip()
+
+
+def boxed(text, gold):
+    r"""The last \boxed{...} is the gold answer, by value or word for word."""
+    found = re.findall(r"\\boxed\{([^{}]*)\}", text)
+    return bool(found) and (last_number(found[-1], gold) or exact(found[-1], gold))
+
+
+def choice(text, gold):
+    """The last letter that stands alone is the gold one."""
+    found = re.findall(r"\b[A-Z]\b", text)
+    return bool(found) and found[-1] == gold.strip(" ().")
+
+
+def contains(text, gold):
+    """The gold answer stands somewhere in the text, as whole words."""
+    return bool(words(gold)) and f" {words(gold)} " in f" {words(text)} "
+
+
+RULES = dict(exact=exact, number=last_number, boxed=boxed, choice=choice, contains=contains)

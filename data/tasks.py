@@ -1,6 +1,6 @@
 """
 Long-prompt tasks with answers that can be checked exactly, in the style of RULER (arXiv
-2404.06654), and problems from a file.
+2404.06654), and the problems of a run, from these or from files (data/files.py).
 
     python -m data.tasks      # one problem of each task
 
@@ -15,9 +15,10 @@ A prompt has at most `tokens` tokens as `encode` counts them (chat template incl
 one sentence more would not fit, so it falls short by 4 or 5 tokens on average, seldom by
 more than 10. kv stops where its keys run out.
 
-An answer is judged literally: one number by its value, anything else word for word. "The
-answer is B" earns nothing for B, "12" nothing for "12 km", "0.5" nothing for "1/2": letters
-and units need a rule of your own. A thought (<think> ... </think>) is never the answer.
+An answer is judged literally by default: one number by its value, anything else word for word.
+"The answer is B" earns nothing for B, "12" nothing for "12 km", "0.5" nothing for "1/2": letters
+and units need another rule, or one of your own (data/rewards.py). A thought (<think> ...
+</think>) is never the answer.
 
 kv, kv4 and kv16 ask for 1, 4 or 16 codes at once, answers of 4, 16 and 64 tokens, and earn the
 fraction of codes that are right. Their form is fixed, "coin 4768 lamp 1203", because a policy
@@ -27,19 +28,16 @@ any key is evicted, soon said three of its four digits.
 Left out on purpose: RULER's essays (a download), its multi-value variants, word counting.
 """
 import functools
-import hashlib
 import itertools
-import json
 import math
-import os
 import random
-import re
-from dataclasses import dataclass, replace
-from decimal import Decimal, InvalidOperation
+from dataclasses import replace
 
 import numpy as np
 
-from data.answers import after_thought, exact, in_form, is_number, last_number, only_number
+from data.answers import RULES, after_thought, in_form, is_number, last_number, only_number
+from data.files import HOLD_OUT, Problem, file_problem, files_of, is_file, read_splits
+from data.rewards import earns, rule_of
 
 THINGS = """anchor apple arrow badge ball banner barrel basket bell blanket boat bottle bowl box
 bridge broom brush bucket button cabin camera candle carpet castle chain chair clock coat coin
@@ -92,15 +90,6 @@ From the {place} you can see the {kind} mountains.
 The winter was mild and the {place} stayed open.""".split("\n")
 
 NUMBER_ONLY = "Answer with the number only."
-
-
-@dataclass(frozen=True)
-class Problem:
-    task: str    # a key of TASKS, or "file"
-    text: str    # what the user asks: facts and filler, then the question on the last line
-    answer: str
-    # does the prompt open a thought? Then a response that does not close it is a thought
-    thinks: bool = False
 
 
 def filler(rng):
@@ -214,7 +203,8 @@ def problem(task, split, seed, index, tokens, encode):
     def size(n):
         return len(encode(build(n)))
 
-    return Problem(task, build(fit(size, tokens, f"task {task}")), answer)
+    text = build(fit(size, tokens, f"task {task}"))
+    return Problem(task, text, answer, row=dict(prompt=text, answer=answer))
 
 
 def fit(size, tokens, what):
@@ -239,23 +229,46 @@ def fit(size, tokens, what):
     return low
 
 
-def prompt_encoder(tok, template=None):
-    """-> encode(text): ids of the whole prompt. With a chat template one user message;
-    without, the tokenizer's BOS and text + "\\nAnswer:", which the model goes on with
-    " coin 4817" and its stop token. template: {argument of the chat template: value}."""
+def prompt_encoder(tok, template=None, examples=(), raw=False):
+    """-> encode(prompt): ids of the whole prompt. With a chat template one user message, or the
+    messages that `prompt` is a list of; without, the tokenizer's BOS and text + "\\nAnswer:",
+    which the model goes on with " coin 4817" and its stop token; raw: BOS and text alone,
+    whatever there is. template: {argument of the chat template: value}. examples: Problems that
+    come first, answered."""
     template = template or {}
     if not isinstance(template, dict):
         raise ValueError(f"template is {template!r}, must be an object")
     if template and not tok.has_chat:
         raise ValueError(f"template {min(template)!r}: this checkpoint has no chat template")
+    if template and raw:
+        raise ValueError(f"template {min(template)!r}: raw_text=True uses no chat template")
 
-    def as_message(text):
-        return tok.chat([{"role": "user", "content": text}], **template)
+    def chat(prompt):
+        """-> the system's messages, the others"""
+        turns = prompt
+        if isinstance(prompt, str):
+            turns = [dict(role="user", content=prompt)]
+        n = int(turns[0]["role"] == "system")
+        return turns[:n], turns[n:]
+
+    def as_messages(prompt):
+        system, turns = chat(prompt)
+        return tok.chat([*system, *answered, *turns], **template)
 
     def as_text(text):
-        return [*tok.bos_ids, *tok.encode(text + "\nAnswer:")]
+        return [*tok.bos_ids, *tok.encode(f"{before}{text}{end}")]
 
-    return as_message if tok.has_chat else as_text
+    if tok.has_chat and not raw:
+        answered = []
+        for p in examples:
+            answered += [*chat(p.prompt)[1], dict(role="assistant", content=p.worked)]
+        return as_messages
+    end = "" if raw else "\nAnswer:"
+    before = ""
+    for p in examples:
+        gap = "" if f"{p.text}{end}"[-1].isspace() else " "
+        before += f"{p.text}{end}{gap}{p.worked}\n\n"
+    return as_text
 
 
 def opens_thought(tok, encode):
@@ -272,132 +285,20 @@ def check_split(split):
         raise ValueError(f"split must be 'train' or 'eval', got {split!r}")
 
 
-# files
-
-HOLD_OUT = 10              # every tenth problem of a file is held out
-LONGEST_LINE = 2 ** 24     # bytes
-LARGEST_FILE = 2 ** 30
-
-
-def read_problems(path, notes=None):
-    """A .jsonl file with {"prompt" or "question", "answer"} on each line -> tuple of
-    Problems, each once: where a prompt comes again with the same answer, only the first
-    counts, which a line in the list `notes` says. Of a GSM8K answer ("... #### 42") only
-    what follows the last #### counts. ValueError names the line that is wrong."""
-    first = {}  # hash of the prompt's words -> line, Problem
-    repeats = 0
-    for i, line in lines_of(path):
-        try:
-            p = read_line(line)
-        except ValueError as e:
-            raise ValueError(f"{path}:{i} {e}") from None
-        # white space makes no other problem
-        key = hashlib.sha256(" ".join(p.text.split()).encode()).digest()
-        at, known = first.setdefault(key, (i, p))
-        if reward(known, p.answer) != 1.0:
-            raise ValueError(f"{path}:{i} asks what line {at} asks, and answers {p.answer[:80]!r} "
-                             f"instead of {known.answer[:80]!r}")
-        repeats += at != i
-    if not first:
-        raise ValueError(f"{path} holds no problem")
-    if repeats and notes is not None:
-        notes.append(f"{path}: {repeats} of {len(first) + repeats} problems stand there again and "
-                     "are left out")
-    return tuple(p for _, p in first.values())
-
-
-def lines_of(path):
-    """(number, text) of the lines that are not blank. ValueError unless path is a file of
-    such lines, of bounded size."""
-    if not os.path.exists(path):
-        raise FileNotFoundError(f"{path}: no such file, and no task: {', '.join(TASKS)}")
-    if not os.path.isfile(path):
-        raise ValueError(f"{path} is no regular file")
-    if os.path.getsize(path) > LARGEST_FILE:
-        raise ValueError(f"{path} has {os.path.getsize(path):,} bytes, at most "
-                         f"{LARGEST_FILE:,} are read")
-    with open(path, "rb") as f:
-        i = 0
-        while line := f.readline(LONGEST_LINE + 1):
-            i += 1
-            if len(line) > LONGEST_LINE:
-                raise ValueError(f"{path}:{i} has more than {LONGEST_LINE:,} bytes")
-            try:
-                text = line.decode("utf-8-sig" if i == 1 else "utf-8")
-            except UnicodeDecodeError:
-                raise ValueError(f"{path}:{i} is not JSON in UTF-8") from None
-            if text.strip():
-                yield i, text
-
-
-def read_line(line):
-    """One line of a file -> Problem"""
-    def refuse(constant):
-        raise ValueError(constant)
-
-    try:
-        # a number stays what is written: 0.00001 does not become 1e-05
-        row = json.loads(line, parse_float=Decimal, parse_int=Decimal, parse_constant=refuse)
-        text, answer = None, None
-        if isinstance(row, dict):
-            text, answer = row.get("prompt", row.get("question")), row.get("answer")
-        if isinstance(answer, Decimal):
-            answer = f"{answer:f}" if abs(answer.adjusted()) < 100 else str(answer)
-    except (ValueError, RecursionError, InvalidOperation):
-        raise ValueError("is not JSON in UTF-8") from None
-    if isinstance(answer, str):
-        answer = answer.split("####")[-1].strip()
-    if not isinstance(text, str) or not text.strip() or not isinstance(answer, str) or not answer:
-        raise ValueError('needs a non-empty "prompt" (or "question"), text, and "answer", text '
-                         "or a number")
-    if re.search("[\ud800-\udfff]", text + answer):
-        raise ValueError("has half a surrogate pair, which is no character")
-    p = Problem("file", text, answer)
-    if reward(p, answer) != 1.0:
-        raise ValueError(f"has the answer {answer[:80]!r}, which no text can match")
-    return p
-
-
-def split_file(problems, hold_out=HOLD_OUT, name="problems"):
-    """{"train": ..., "eval": ...}: every `hold_out`-th problem of file `name` is held out."""
-    if len(problems) < hold_out:
-        raise ValueError(f"{name}: {len(problems)} are too few: every {hold_out}th is held out")
-    return {"train": [p for i, p in enumerate(problems) if i % hold_out],
-            "eval": list(problems[::hold_out])}
-
-
-def file_problem(splits, split, seed, index):
-    """Problem `index` of a split of a file: "eval" in file order, "train" reshuffled for every
-    pass. Wraps around at the end."""
-    check_split(split)
-    pool = splits[split]
-    lap, at = divmod(index, len(pool))
-    if split == "train":
-        at = shuffled(len(pool), seed, lap)[at]
-    return pool[at]
-
-
-@functools.lru_cache(2)  # a step may hold the end of one pass and the beginning of the next
-def shuffled(n, seed, lap):
-    """The order of n problems in a pass over them."""
-    return random.Random(f"file/{seed}/{lap}").sample(range(n), n)
-
-
 # rewards
 
 def reward(problem, text):
     """What the response text earns: 1.0 if it answers the problem, else 0.0, or whatever number
     the rule of a task of your own returns. text: without stop tokens, which would be words of
-    it. Empty text, a thought, or a gold answer that its rule cannot read earns 0. Problems from
-    a file are judged by their last number if the gold answer is one number, else by their
-    words. ValueError where a task's rule returns no finite number."""
+    it. Empty text, a thought, or a gold answer that its rule cannot read earns 0. Where the
+    problem names no rule it is the task's; problems from a file are then judged by their last
+    number if the gold answer is one number, else by their words. ValueError where a task's rule
+    returns no finite number."""
     text = after_thought(text, problem.thinks)
-    if problem.task in TASKS:
+    if problem.rule == "auto" and problem.task in TASKS:
         rule = TASKS[problem.task][1]
-    elif is_number(problem.answer):
-        rule = last_number
     else:
-        rule = exact
+        rule = rule_of(problem.rule, problem.answer)
     if not text:
         return 0.0
     earned = rule(text, problem.answer)
@@ -423,39 +324,60 @@ TASKS = {
 class Problems:
     """Problems of a task and their prompts as token ids, by index. A file is checked at the start.
 
-    task: a name in TASKS or a .jsonl file. tok: Tokenizer. tokens: longest prompt. n_eval: held-out
-    problems wanted; a file may have fewer. template: arguments of the chat template. skip_long:
-    leave out what is longer than `tokens`. notes: lines that a user should read. Raises
-    ValueError, naming the problem, for a prompt that is empty or too long."""
+    task: a name in TASKS, a .jsonl file or gsm8k:FOLDER. tok: Tokenizer. tokens: longest prompt.
+    n_eval: held-out problems wanted; a file may have fewer. template: arguments of the chat
+    template. skip_long: leave out what is longer than `tokens`. eval_task: a .jsonl file of the
+    held-out problems. shots: how many problems come first as examples, in every prompt. raw_text:
+    no chat template. rule: a name, auto or in RULES, or a function of one's own. notes: lines that
+    a user should read. Raises ValueError, naming the problem, for a prompt that is empty or too
+    long, or an answer that no text can match."""
 
-    def __init__(self, task, tok, seed, tokens, n_eval, template=None, skip_long=False):
+    def __init__(self, task, tok, seed, tokens, n_eval, template=None, skip_long=False,
+                 eval_task="", shots=0, raw_text=False, rule="auto"):
         self.task, self.seed, self.tokens, self.n_eval = task, seed, tokens, n_eval
-        self.encode, self.notes = prompt_encoder(tok, template), list(tok.notes)
+        self.rule, self.notes = rule, list(tok.notes)
+        self.file, examples = None, []
+        if is_file(task):
+            no_chat = ""
+            if raw_text or not tok.has_chat:
+                no_chat = "raw_text=True" if raw_text else "this checkpoint has no chat template"
+            paths = sum(files_of(task, eval_task).values(), [])
+            self.file, examples = read_splits(paths, shots, self.notes, rule=rule, no_chat=no_chat)
+        self.encode = prompt_encoder(tok, template, examples, raw=raw_text)
         self.thinks = opens_thought(tok, self.encode)
-        self.file = None
-        if task not in TASKS:
-            self.file = split_file(read_problems(task, self.notes), name=task)
+        if self.file:
             self._check_lengths(skip_long)
             self.n_eval = min(n_eval, len(self.file["eval"]))
-            train, held_out = len(self.file["train"]), len(self.file["eval"])
-            self.notes.append(f"{task}: {train} problems to train on, {held_out} held out (every "
-                              f"{HOLD_OUT}th), {n_eval} wanted")
-            words = sum(not is_number(p.answer) for pool in self.file.values() for p in pool)
-            if words:
-                self.notes.append(f"{task}: {words} answers are no numbers and have to be given "
-                                  "word for word")
+            self._describe(paths, examples, wanted=n_eval)
         for split in ("eval", "train"):
-            self.get(split, [0])
+            (p,), _ = self.get(split, [0])
+            if rule in RULES and not earns(rule, p.answer, p.answer):
+                raise ValueError(f"task {task} has answers like {p.answer!r:.80}, which no text "
+                                 f"can match by reward={rule}")
+
+    def _describe(self, paths, examples, wanted):
+        """Notes on what the files hold."""
+        train, n = len(self.file["train"]), len(self.file["eval"])
+        if len(paths) == 1:
+            self.notes.append(f"{self.task}: {train} problems to train on, {n} held out (every "
+                              f"{HOLD_OUT}th), {wanted} wanted")
+        else:
+            self.notes.append(f"{self.task}: {train} problems to train on; {paths[1]}: {n} held "
+                              f"out, {wanted} wanted")
+        if examples:
+            self.notes.append(f"shots={len(examples)}: in front of each problem "
+                              f"{', '.join(p.where for p in examples)}")
+        words = sum(not is_number(p.answer) for pool in self.file.values() for p in pool)
+        if words and self.rule == "auto":
+            self.notes.append(f"{self.task}: {words} answers are no numbers and have to be given "
+                              "word for word")
 
     def _check_lengths(self, skip_long):
         """Sorts out prompts that are too long, split by split, so that the others stay where
         they are. One that is empty is an error."""
         fitting, longest, n, total = {}, 0, 0, 0
         for split, pool in self.file.items():
-            lengths = [len(self.encode(p.text)) for p in pool]
-            for p, length in zip(pool, lengths):
-                if not length:
-                    raise ValueError(f"{self.task}: the prompt {p.text[:80]!r} has no tokens")
+            lengths = [len(self._ids(p, p.where)) for p in pool]
             fitting[split] = [p for p, length in zip(pool, lengths) if length <= self.tokens]
             longest = max(longest, *lengths)
             total += len(pool)
@@ -472,19 +394,23 @@ class Problems:
         self.file = fitting
         self.notes.append(f"{what}: they are left out")
 
+    def _ids(self, p, name):
+        """-> the prompt of a problem as ids. ValueError names the one that is empty or that the
+        chat template refuses."""
+        try:
+            ids = self.encode(p.prompt)
+        except ValueError as e:
+            raise ValueError(f"{name}: {e}") from None
+        if not ids:
+            raise ValueError(f"{name}: the prompt has no tokens")
+        return ids
+
     def get(self, split, indices):
         """-> problems number `indices` of a split, "train" or "eval"; their prompts. ValueError
         names the one that the chat template refuses."""
         out = [self.one(split, i) for i in indices]
-        prompts = []
-        for i, p in zip(indices, out):
-            try:
-                prompts.append(self.encode(p.text))
-            except ValueError as e:
-                raise ValueError(f"{split} problem {i} of {self.task}: {e}") from None
-            if not prompts[-1]:
-                raise ValueError(f"{split} problem {i} of {self.task}: the prompt has no tokens")
-        return out, prompts
+        return out, [self._ids(p, f"{split} problem {i} of {self.task}")
+                     for i, p in zip(indices, out)]
 
     def one(self, split, i):
         seed = self.seed if split == "train" else 0  # every seed is measured on the same problems
@@ -492,7 +418,7 @@ class Problems:
             p = problem(self.task, split, seed, i, tokens=self.tokens, encode=self.encode)
         else:
             p = file_problem(self.file, split, seed, i)
-        return replace(p, thinks=self.thinks)
+        return replace(p, thinks=self.thinks, rule=self.rule)
 
 
 def show():

@@ -165,8 +165,10 @@ def request(texts, common, seeds):
 def start_of(c):
     """What arms that begin with the same rewards have in common."""
     keys = START
-    if c.eval_evict != "auto":
-        keys += ("eval_evict",)
+    # what older runs did not have
+    for key in ("eval_evict", "eval_task", "reward", "shots", "raw_text"):
+        if getattr(c, key) != train.DEFAULTS[key]:
+            keys += (key,)
     return " ".join(f"{k}={os.path.basename(str(getattr(c, k)))}" for k in keys)
 
 
@@ -225,7 +227,7 @@ def check_same(path, c):
     if before:
         identity = train.identity_of(c, train.find_checkpoint(c.model))
     auto = {key for key in ("device", "dtype") if getattr(c, key) == "auto"}  # whatever it was
-    moved = {"task"} & identity.keys() & before.keys()
+    moved = {"task", "eval_task"} & identity.keys() & before.keys()
     other = difference(was, c, identity=identity, where=path,
                        equal=vars(c).keys() - train.MAY_CHANGE - {"seed"} - auto - moved)
     if other:

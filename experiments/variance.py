@@ -63,14 +63,14 @@ from types import SimpleNamespace
 import torch
 
 import train
-from data.tasks import Problems
+from data.rewards import find
 from data.tokenizer import Tokenizer
 from grpo import correction, replay
 from kvcache import Eviction
 from model import Transformer, find_checkpoint
 from rollout import generate
 from support.configurator import configure, help_if_asked, make_folder, parse
-from support.jsonfile import parse_object, read_json
+from support.jsonfile import read_json
 from support.run import choose_device, one_line_errors, say, tell, write_text
 
 OWN = dict(
@@ -534,9 +534,7 @@ def run(c, lengths):
     tok = Tokenizer(folder)
     net = Transformer.from_pretrained(folder, device=c.device, dtype=getattr(torch, c.dtype))
     net.use_tokens(len(tok), tok.absent)
-    problems = Problems(
-        c.task, tok, seed=c.seed, tokens=c.prompt_tokens, n_eval=c.eval_problems,
-        template=parse_object(c.template or "{}", "template"), skip_long=c.skip_long)
+    problems = train.problems_of(c, tok, find(c.reward), n_eval=c.eval_problems)
     _, ids = problems.get("train", range(c.prompts))
     longest = max(map(len, ids))
     room = net.config.max_pos - longest

@@ -401,6 +401,12 @@ class Run:
                 raise FloatingPointError(f"{name} is {x} in step {self.step}; lower lr?")
         self.append("log.jsonl", json.dumps(dict(kind=kind, **numbers), allow_nan=False) + "\n")
 
+    def watch(self, key, file, fingerprint):
+        """Say so where a file, which may change, is another than when the run was saved."""
+        if self.memory.get(key, fingerprint) != fingerprint:
+            tell(f"{key}: {file} is another than before step {self.step}")
+        self.memory[key] = fingerprint
+
     def minutes_left(self):
         """After the step in progress, at the pace of this process so far."""
         done, left = self.step + 1 - self.first, self.c.steps - self.step - 1
@@ -419,6 +425,20 @@ class Run:
                      identity=self.identity, sizes=sizes)
         write_checkpoint(self.path("ckpt.pt"), state, previous=self.path("ckpt-previous.pt"))
         self.saved, self.unsaved = self.step, False
+
+    @contextmanager
+    def saved_before(self, kind, opt):
+        """An exception of this kind, which comes before the step in progress has changed anything,
+        loses nothing: what was learned until then is saved first."""
+        try:
+            yield
+        except kind as e:
+            try:
+                if self.step > (self.saved or 0):
+                    self.save(opt.state())
+            except OSError as full:
+                raise OSError(f"{e}; {full}") from None
+            raise
 
     def write_model(self, name, net, reward):
         """Write net to the folder out_dir/name in Hugging Face format, with what stood beside the

@@ -76,7 +76,10 @@ class Valid:
         self.folder, out = folder, os.path.join(folder, "arms", "shadow", "0")
         os.mkdir(self.path("own"))
         rows = [dict(prompt=f"{i} pens and {i} cups?", answer=str(2 * i)) for i in range(20)]
-        rows += [dict(question="Colour?", answer="dark red"), dict(prompt="?", answer="a #### 7")]
+        rows += [dict(question="Colour?", answer="dark red"), dict(prompt="?", answer="a #### 7"),
+                 dict(messages=[dict(role="system", content="Be."), dict(role="user", content="2?"),
+                                dict(role="assistant", content="2"),
+                                dict(role="user", content="3?")], answer="3", n=[1, {"a": 2.5}])]
         with open(self.path("own", "task.jsonl"), "w") as f:
             f.write("".join(json.dumps(row) + "\n" for row in rows))
         with open(self.path("own", "mine.py"), "w") as f:
@@ -344,7 +347,8 @@ def use_settings(args):
 
 
 def use_task(case):
-    problems = Problems(case.path("task.jsonl"), case.valid.tok, seed=0, tokens=200, n_eval=4)
+    problems = Problems(case.path("task.jsonl"), case.valid.tok, seed=0, tokens=200, n_eval=4,
+                        shots=3)
     for split in ("train", "eval"):
         for p in problems.get(split, range(4))[0]:
             assert reward(p, p.answer) == 1, f"no text earns the answer {p.answer!r:.60}"

@@ -14,6 +14,7 @@ import kvcache
 import train
 from conftest import share_of_digits
 from data import tasks
+from data.files import read_problems
 from data.tokenizer import Tokenizer
 from experiments.logs import load, results
 from experiments.ttest import interval
@@ -157,7 +158,7 @@ def test_a_file_of_problems(tmp_path):
     path = tmp_path / "mine.jsonl"
     lines = [json.dumps({"prompt": f"Say {i}.", "answer": str(i)}) for i in range(20)]
     path.write_text("\n".join(lines))
-    problems = tasks.read_problems(str(path))
+    problems = read_problems(str(path))
     assert len(problems) == 20
     assert tasks.reward(problems[7], "I say 7") == 1.0
     assert tasks.reward(problems[7], "I say 8") == 0.0
@@ -179,7 +180,7 @@ def test_your_objective(example, tmp_path, monkeypatch, capsys):
     assert torch.allclose(logp.grad, torch.tensor([[[-0.125, -0.125], [0.125, 0.125]]]))
 
     monkeypatch.setitem(train.CHOICES, "objective", list(train.OBJECTIVES))
-    monkeypatch.setattr(train, "reward", share_of_digits)
+    monkeypatch.setattr(train, "reward_of", share_of_digits)
     out = str(tmp_path / "out")
     small = ["--steps=1", "--prompts=2", "--eval_final=2", "--distill=0", "--device=cpu"]
     train.main(["--objective=reinforce", *small, f"--out_dir={out}"])

@@ -7,21 +7,10 @@ import runpy
 import numpy as np
 import pytest
 
-from data import tasks
-from data.answers import numbers
-from data.tasks import (
-    TASKS,
-    Problem,
-    Problems,
-    exact,
-    file_problem,
-    only_number,
-    problem,
-    prompt_encoder,
-    read_problems,
-    reward,
-    split_file,
-)
+from data import files, tasks
+from data.answers import exact, numbers, only_number
+from data.files import file_problem, read_problems, split_file
+from data.tasks import TASKS, Problem, Problems, problem, prompt_encoder, reward
 
 ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 MODEL = os.path.join(ROOT, "data", "tiny")
@@ -463,7 +452,7 @@ def test_a_bad_line_is_named(tmp_path, line, says):
 def test_files_that_are_none(tmp_path, monkeypatch):
     """Not there, a folder, a pipe, a device, other encodings, too large. A byte-order mark, blank
     lines and Windows' ends are harmless."""
-    with pytest.raises(FileNotFoundError, match="nedle: no such file, and no task: needle, kv"):
+    with pytest.raises(FileNotFoundError, match="nedle: no such file"):
         read_problems("nedle")
     os.mkfifo(tmp_path / "pipe")
     for path in (tmp_path, tmp_path / "pipe", "/dev/zero"):
@@ -478,7 +467,7 @@ def test_files_that_are_none(tmp_path, monkeypatch):
         file.write_bytes(content)
         with pytest.raises(ValueError, match=says):
             read_problems(str(file))
-    monkeypatch.setattr(tasks, "LONGEST_LINE", 1000)
+    monkeypatch.setattr(files, "LONGEST_LINE", 1000)
     file.write_text('{"prompt": "a", "answer": "1"}\n' + "x" * 1001)
     with pytest.raises(ValueError, match="c.jsonl:2 has more than 1,000 bytes"):
         read_problems(str(file))

@@ -1,0 +1,266 @@
+"""
+Problems from files: one JSON object on each line, or the two files of GSM8K as they come.
+
+    {"prompt": "What is 2 + 3?", "answer": 5}                              # or "question"
+    {"messages": [{"role": "user", "content": "2 + 3?"}], "answer": "5"}   # system, user, assistant
+
+The idea. A line is a problem, and its whole object stays with it (`Problem.row`), for rewards of
+your own. A prompt counts once in all files together, or a held-out problem would be trained on.
+Every tenth problem is held out, unless they stand in a file of their own. Whatever is wrong with
+a line is found at the start and named.
+
+Left out: formats other than JSON lines, files larger than a gigabyte.
+"""
+import functools
+import hashlib
+import json
+import os
+import random
+import re
+from dataclasses import dataclass, field
+from decimal import Decimal, InvalidOperation
+
+from data.rewards import earns
+from support.jsonfile import shown
+
+HOLD_OUT = 10              # every tenth problem of a file is held out
+LONGEST_LINE = 2 ** 24     # bytes
+LARGEST_FILE = 2 ** 30
+ROLES = ("system", "user", "assistant")
+GSM8K = "gsm8k:"           # before a folder
+
+
+@dataclass(frozen=True)
+class Problem:
+    task: str    # a key of TASKS, or "file"
+    text: str    # what the user asks: facts and filler, then the question on the last line
+    answer: str  # "" where a line has none
+    # does the prompt open a thought? Then a response that does not close it is a thought
+    thinks: bool = False
+    messages: list = field(default=None, compare=False)  # the whole chat, if there is one
+    row: dict = field(default=None, compare=False)       # the line's object
+    rule: object = field(default="auto", compare=False)  # a rule's name, or a function of one's own
+    where: str = field(default="", compare=False)        # file:line
+
+    @property
+    def prompt(self):
+        """Text, or messages."""
+        return self.messages or self.text
+
+    @property
+    def worked(self):
+        """The answer as it stands in the file, with the steps that lead to it."""
+        full = self.row["answer"]
+        return full.strip() if isinstance(full, str) else self.answer
+
+
+# which files
+
+def is_file(task):
+    return task.endswith(".jsonl") or task.startswith(GSM8K)
+
+
+def files_of(task, eval_task=""):
+    """-> {setting: paths of its files}: of a task one, or GSM8K's two, of which the second is held
+    out unless eval_task is; none of a task that is generated."""
+    if not is_file(task):
+        return {}
+    if not task.startswith(GSM8K):
+        found = dict(task=[task])
+    else:
+        folder = os.path.expanduser(task.removeprefix(GSM8K))
+        names = ["train.jsonl"] if eval_task else ["train.jsonl", "test.jsonl"]
+        found = dict(task=[os.path.join(folder, name) for name in names])
+    if eval_task:
+        found["eval_task"] = [eval_task]
+    return found
+
+
+def check_files(c):
+    """Raise ValueError for settings of problems that do not go together."""
+    if c.eval_task and not c.eval_task.endswith(".jsonl"):
+        raise ValueError(f"eval_task {shown(c.eval_task)} must be a .jsonl file")
+    for key in ("eval_task", "shots"):
+        if getattr(c, key) and not is_file(c.task):
+            raise ValueError(f"{key}={getattr(c, key)} needs a task that is a file, got "
+                             f"task={c.task}, which is generated")
+
+
+def read_splits(paths, shots, notes, **how):
+    """-> {"train": Problems, "eval": Problems}, the first `shots` to train on, which are examples
+    and not trained on. paths: of a file, or of one to train on and one that is held out. notes:
+    lines that a user should read. how: see read_problems."""
+    train, *held_out = paths
+    if not held_out:
+        splits = split_file(read_problems(train, notes, **how), name=train)
+    else:
+        every, held = (read_problems(path, notes, **how) for path in paths)
+        known = {key(p) for p in held}
+        splits = {"train": [p for p in every if key(p) not in known], "eval": list(held)}
+        if both := len(every) - len(splits["train"]):
+            notes.append(f"{train}: {both} of {len(every)} problems stand in {held_out[0]} too "
+                         "and are not trained on")
+    examples, splits["train"] = splits["train"][:shots], splits["train"][shots:]
+    if not splits["train"]:
+        raise ValueError(f"{train}: no problem is left to train on")
+    for p in examples:
+        if not p.answer:
+            raise ValueError(f"{p.where} is an example (shots={shots}) and needs an \"answer\"")
+    return splits, examples
+
+
+# reading one
+
+def read_problems(path, notes=None, rule="auto", no_chat=""):
+    """A .jsonl file with {"prompt" or "question", "answer"} or {"messages", "answer"} on each line
+    -> tuple of Problems, each once: where a prompt comes again with the same answer, only the first
+    counts, which a line in the list `notes` says. Of a GSM8K answer ("... #### 42") only what
+    follows the last #### counts. rule: its name, by which each answer must be possible, or a
+    function of one's own, which may do without answers. no_chat: why there can be no messages.
+    ValueError names the line that is wrong."""
+    first = {}  # key -> line, Problem
+    repeats = 0
+    for i, line in lines_of(path):
+        try:
+            p = read_line(line, rule, where=f"{path}:{i}")
+            if p.messages and no_chat:
+                raise ValueError(f'has "messages", but {no_chat}')
+        except ValueError as e:
+            raise ValueError(f"{path}:{i} {e}") from None
+        at, known = first.setdefault(key(p), (i, p))
+        if isinstance(rule, str) and not earns(rule, known.answer, p.answer):
+            raise ValueError(f"{path}:{i} asks what line {at} asks, and answers {p.answer[:80]!r} "
+                             f"instead of {known.answer[:80]!r}")
+        repeats += at != i
+    if not first:
+        raise ValueError(f"{path} holds no problem")
+    if repeats and notes is not None:
+        notes.append(f"{path}: {repeats} of {len(first) + repeats} problems stand there again and "
+                     "are left out")
+    return tuple(p for _, p in first.values())
+
+
+def key(problem):
+    """What makes it another problem: who says which words, whatever the white space between."""
+    turns = problem.messages or [dict(role="user", content=problem.text)]
+    words = [(turn["role"], " ".join(turn["content"].split())) for turn in turns]
+    return hashlib.sha256(json.dumps(words).encode()).digest()
+
+
+def lines_of(path):
+    """(number, text) of the lines that are not blank. ValueError unless path is a file of
+    such lines, of bounded size."""
+    if not os.path.exists(path):
+        raise FileNotFoundError(f"{path}: no such file")
+    if not os.path.isfile(path):
+        raise ValueError(f"{path} is no regular file")
+    if os.path.getsize(path) > LARGEST_FILE:
+        raise ValueError(f"{path} has {os.path.getsize(path):,} bytes, at most "
+                         f"{LARGEST_FILE:,} are read")
+    with open(path, "rb") as f:
+        i = 0
+        while line := f.readline(LONGEST_LINE + 1):
+            i += 1
+            if len(line) > LONGEST_LINE:
+                raise ValueError(f"{path}:{i} has more than {LONGEST_LINE:,} bytes")
+            try:
+                text = line.decode("utf-8-sig" if i == 1 else "utf-8")
+            except UnicodeDecodeError:
+                raise ValueError(f"{path}:{i} is not JSON in UTF-8") from None
+            if text.strip():
+                yield i, text
+
+
+def read_line(line, rule="auto", where=""):
+    """One line of a file -> Problem"""
+    def refuse(constant):
+        raise ValueError(constant)
+
+    try:
+        # a number stays what is written: 0.00001 does not become 1e-05
+        row = json.loads(line, parse_float=Decimal, parse_int=Decimal, parse_constant=refuse)
+        text, messages, answer = None, None, None
+        if isinstance(row, dict):
+            text, messages = row.get("prompt", row.get("question")), row.get("messages")
+            answer = row.get("answer")
+        if isinstance(answer, Decimal):
+            answer = f"{answer:f}" if abs(answer.adjusted()) < 100 else str(answer)
+        row = plain(row)
+    except (ValueError, RecursionError, InvalidOperation):
+        raise ValueError("is not JSON in UTF-8") from None
+    if messages is not None:
+        if text is not None:
+            raise ValueError('has "messages" and a "prompt" (or "question"): which one counts?')
+        check_messages(messages)
+        text = messages[-1]["content"]
+    own = not isinstance(rule, str)
+    if isinstance(answer, str):
+        answer = answer.split("####")[-1].strip()
+    elif own:  # whatever the function makes of it
+        answer = "" if answer is None else json.dumps(row["answer"])
+    if (not isinstance(text, str) or not text.strip() or not isinstance(answer, str)
+            or not (answer or own)):
+        raise ValueError('needs a non-empty "prompt" (or "question"), text, or "messages", and '
+                         '"answer", text or a number')
+    said = text + answer + "".join(turn["content"] for turn in messages or [])
+    if re.search("[\ud800-\udfff]", said):
+        raise ValueError("has half a surrogate pair, which is no character")
+    if not own and not earns(rule, answer, answer):
+        by = "" if rule == "auto" else f" by reward={rule}"
+        raise ValueError(f"has the answer {answer[:80]!r}, which no text can match{by}")
+    return Problem("file", text, answer, messages=messages, row=row, rule=rule, where=where)
+
+
+def check_messages(messages):
+    """Raise ValueError for what is no chat that a user ends."""
+    if not isinstance(messages, list) or not messages:
+        raise ValueError(f'has "messages" {shown(messages)}, must be a list of {{"role", '
+                         '"content"}')
+    for i, turn in enumerate(messages, 1):
+        if not isinstance(turn, dict) or turn.keys() != {"role", "content"}:
+            raise ValueError(f'has a message {i} that is no {{"role", "content"}} alone')
+        if turn["role"] not in ROLES or (turn["role"] == "system" and i > 1):
+            raise ValueError(f"has the role {shown(turn['role'])} in message {i}, must be user or "
+                             "assistant, or system in the first")
+        if not isinstance(turn["content"], str) or not turn["content"].strip():
+            raise ValueError(f"has the content {shown(turn['content'])} in message {i}, must be "
+                             "non-empty text")
+    if messages[-1]["role"] != "user":
+        raise ValueError("has messages that do not end with the user's")
+
+
+def plain(value):
+    """A JSON value whose numbers are Decimals, with Python's own numbers."""
+    if isinstance(value, dict):
+        return {name: plain(x) for name, x in value.items()}
+    if isinstance(value, list):
+        return [plain(x) for x in value]
+    if isinstance(value, Decimal):
+        return float(value) if value.as_tuple().exponent else int(value)
+    return value
+
+
+# splits
+
+def split_file(problems, hold_out=HOLD_OUT, name="problems"):
+    """{"train": ..., "eval": ...}: every `hold_out`-th problem of file `name` is held out."""
+    if len(problems) < hold_out:
+        raise ValueError(f"{name}: {len(problems)} are too few: every {hold_out}th is held out")
+    return {"train": [p for i, p in enumerate(problems) if i % hold_out],
+            "eval": list(problems[::hold_out])}
+
+
+def file_problem(splits, split, seed, index):
+    """Problem `index` of a split of a file: "eval" in file order, "train" reshuffled for every
+    pass. Wraps around at the end."""
+    pool = splits[split]
+    lap, at = divmod(index, len(pool))
+    if split == "train":
+        at = shuffled(len(pool), seed, lap)[at]
+    return pool[at]
+
+
+@functools.lru_cache(2)  # a step may hold the end of one pass and the beginning of the next
+def shuffled(n, seed, lap):
+    """The order of n problems in a pass over them."""
+    return random.Random(f"file/{seed}/{lap}").sample(range(n), n)

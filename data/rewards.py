@@ -1,0 +1,170 @@
+"""
+How a response is judged: by a rule of data/answers.py, or by a function of your own.
+
+    python train.py --reward=boxed          # a rule by name
+    python train.py --reward=mine:score     # function `score` of mine.py in the current folder
+
+The idea. A rule maps (text, gold answer) to True, False or a fraction; "auto" takes the rule of a
+generated task, and for a file `last_number` where the gold answer is a number, else `exact`. A
+function of your own is called as score(row, text, tokens): the problem's row, the response without
+stop tokens, thought included, and its token ids, stop token included. It returns what is learned
+from, a finite number, or a dict of such numbers in which this is "reward"; the others are logged.
+
+Left out: a limit on how long a function takes. Only its own file is watched for changes.
+"""
+import copy
+import importlib
+import inspect
+import os
+import re
+import sys
+import sysconfig
+import traceback
+from numbers import Real
+
+import numpy as np
+
+from data.answers import RULES, after_thought, exact, is_number, last_number
+from support.checkpoint import fingerprint
+from support.jsonfile import shown
+
+LARGEST = 3.4e38  # rewards become fp32
+OWN = re.compile(r"([^\W\d]\w*(?:\.[^\W\d]\w*)*):([^\W\d]\w*)")  # module:function
+# what a right response may look like
+FORMS = ("{}", r"\boxed{{{}}}", "The answer is ({}).")
+LIBRARIES = tuple(sysconfig.get_paths()[key] + os.sep for key in ("stdlib", "purelib", "platlib"))
+
+
+class RewardError(ValueError):
+    """A reward that is none."""
+
+
+# rules
+
+def rule_of(name, gold):
+    """-> the rule of this name for a gold answer of a file; name: auto or one of RULES."""
+    if name == "auto":
+        return last_number if is_number(gold) else exact
+    return RULES[name]
+
+
+def earns(name, gold, answer):
+    """Does an answer earn 1 by a rule, written in one of FORMS? Where gold itself does not, no
+    text can."""
+    texts = [after_thought(form.format(answer), False) for form in FORMS]
+    return any(text and rule_of(name, gold)(text, gold) == 1 for text in texts)
+
+
+def check_name(name):
+    """Raise ValueError for a setting `reward` that is neither auto, a rule nor module:function."""
+    if name not in ("auto", *RULES) and not OWN.fullmatch(name):
+        raise ValueError(f"unknown reward {shown(name)}: one of auto, {', '.join(RULES)}, or "
+                         "module:function")
+
+
+def find(name):
+    """-> what judges by a setting `reward`: a rule's name, or the function of one's own."""
+    return Own(name) if ":" in name else name
+
+
+# functions of one's own
+
+class Own:
+    """A function of one's own: own(row, text, tokens) -> {"reward": x, name: x, ...}.
+
+    name: "module:function"; the module is looked for in the current folder first. file: where it
+    is; fingerprint: of that file. Raises ValueError where there is no such function."""
+
+    def __init__(self, name):
+        module, function = OWN.fullmatch(name).groups()
+        self.name, self.names = name, None  # the names of the numbers that it returns
+        loaded = load(module)
+        self.file = getattr(loaded, "__file__", None) or module
+        self.fingerprint = fingerprint(self.file)
+        self.function = getattr(loaded, function, None)
+        if not callable(self.function):
+            what = "there is none" if self.function is None else f"it is {self.function!r:.80}"
+            raise ValueError(f"reward {name}: {self.file} must define the function {function!r}, "
+                             f"{what}")
+        try:
+            inspect.signature(self.function).bind({}, "", [])
+        except TypeError:
+            raise ValueError(f"reward {name}: {function}{inspect.signature(self.function)} must "
+                             "take (row, text, tokens)") from None
+        except ValueError:  # a built-in one does not say what it takes
+            pass
+
+    def __str__(self):
+        return f"{self.name} of {self.file}"
+
+    def __call__(self, row, text, tokens):
+        """Raises RewardError, and whatever the function raises."""
+        # a copy: what it changes there would be another problem from then on
+        found = named_numbers(self.function(copy.deepcopy(row), text, list(tokens)))
+        self.names = self.names or list(found)
+        if set(found) != set(self.names):
+            raise RewardError(f"has the names {', '.join(sorted(found))}, before it had "
+                              f"{', '.join(sorted(self.names))}: must be the same in each call")
+        return found
+
+
+def load(module):
+    """Import a module, from the current folder if it is there."""
+    here = os.getcwd()
+    if here not in sys.path:
+        sys.path.insert(0, here)
+    importlib.invalidate_caches()
+    try:
+        found = importlib.import_module(module)
+    except (Exception, SystemExit) as e:  # whatever it does wrong is its fault
+        line = f", line {e.lineno}" if isinstance(e, SyntaxError) else f" ({place(e)})"
+        if isinstance(e, ModuleNotFoundError):
+            line = ""
+        why = " ".join([type(e).__name__, *str(e).split()])
+        raise ValueError(f"reward: cannot import {module} from {here} or the path: {why:.200}"
+                         f"{line}") from None
+    want = os.path.join(here, *module.split(".")) + ".py"
+    got = getattr(found, "__file__", None) or "built in"
+    if os.path.exists(want) and not (os.path.exists(got) and os.path.samefile(want, got)):
+        raise ValueError(f"reward: {module} is {got}, which hides {want}: choose another name")
+    return found
+
+
+def named_numbers(returned):
+    """A finite number, or a dict of such in which one is "reward" -> dict of floats. Raises
+    RewardError."""
+    if not isinstance(returned, dict):
+        return dict(reward=number(returned))
+    if "reward" not in returned:
+        raise RewardError(f"must hold the name 'reward', got {list(returned)!r:.80}")
+    for name in returned:
+        if not isinstance(name, str) or not name.isidentifier():
+            raise RewardError(f"must have names that are identifiers, got {name!r:.80}")
+    return {name: number(x, f"{name} ") for name, x in returned.items()}
+
+
+def number(x, what=""):
+    if isinstance(x, np.generic):  # numpy's bool and the like
+        x = x.item()
+    if not isinstance(x, Real) or not abs(x) <= LARGEST:
+        raise RewardError(f"{what}must be a finite number, got {x!r:.80}")
+    return float(x)
+
+
+def explain(e):
+    """What an exception says of a reward, and where it was raised if the reward's code did that."""
+    if isinstance(e, RewardError):
+        return str(e)
+    return f"raised {type(e).__name__}: {e!s:.200} ({place(e)})"
+
+
+def means(parts):
+    """{name: numbers} -> {reward_name: their mean}"""
+    return {f"reward_{name}": sum(xs) / len(xs) for name, xs in parts.items()}
+
+
+def place(e):
+    """File and line where an exception was raised; inside a library, whence that was called."""
+    frames = traceback.extract_tb(e.__traceback__)
+    own = [f for f in frames if not f.filename.startswith((*LIBRARIES, "<"))] or frames
+    return f"{own[-1].filename}:{own[-1].lineno}"

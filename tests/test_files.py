@@ -1,0 +1,305 @@
+"""data/files.py and data.tasks.Problems: held-out files, GSM8K's folder, chats, examples, raw text,
+and what each refuses."""
+import json
+import os
+import shutil
+from types import SimpleNamespace
+
+import pytest
+
+import train
+from conftest import ROOT, read_log, train_here
+from data.files import check_files, files_of, key, read_problems
+from data.tasks import Problems, prompt_encoder, reward
+from data.tokenizer import Tokenizer
+
+TINY = os.path.join(ROOT, "data", "tiny")
+CHAT = ("{% for m in messages %}[{{ m.role }}] {{ m.content }}\n{% endfor %}"
+        "{% if add_generation_prompt %}[assistant] {% endif %}")
+
+
+def user(text):
+    return dict(role="user", content=text)
+
+
+def says(text):
+    return dict(role="assistant", content=text)
+
+
+SYSTEM = dict(role="system", content="Be brief.")
+
+
+def write(path, rows):
+    path.write_text("\n".join(row if isinstance(row, str) else json.dumps(row) for row in rows))
+    return str(path)
+
+
+def sums(first, last):
+    """Rows in the form of GSM8K."""
+    return [dict(question=f"{i} + 1?", answer=f"{i}+1={i + 1}\n#### {i + 1}")
+            for i in range(first, last)]
+
+
+@pytest.fixture(scope="module")
+def plain():
+    return Tokenizer(TINY)
+
+
+@pytest.fixture(scope="module")
+def chat(tmp_path_factory):
+    """The embedded tokenizer with a chat template; .path: its folder."""
+    folder = tmp_path_factory.mktemp("chat") / "model"
+    shutil.copytree(TINY, folder)
+    (folder / "chat_template.jinja").write_text(CHAT)
+    tok = Tokenizer(str(folder))
+    tok.path = str(folder)
+    return tok
+
+
+def made(task, tok, **how):
+    return Problems(str(task), tok, **{**dict(seed=0, tokens=400, n_eval=99), **how})
+
+
+def prompt(problems, split="eval", i=0):
+    return problems.get(split, [i])[1][0]
+
+
+def texts(problems, split):
+    return [p.text for p in problems.file[split]]
+
+
+# lines
+
+def test_the_row_of_a_line(tmp_path):
+    """The whole object, in Python's own numbers; the gold answer as it is written."""
+    line = ('{"prompt": "x", "answer": 0.10, "n": 3, "f": 2.50, "e": 1e3, "big": ' + "1" * 5000 +
+            ', "deep": {"a": [1, null, true, "s"]}}')
+    p, = read_problems(write(tmp_path / "a.jsonl", [line]))
+    assert p.answer == "0.10" and p.row["answer"] == 0.1
+    assert p.row["deep"] == {"a": [1, None, True, "s"]} and p.row["big"] == (10**5000 - 1) // 9
+    kinds = {name: type(p.row[name]) for name in ("answer", "n", "f", "e", "big")}
+    assert kinds == dict(answer=float, n=int, f=float, e=float, big=int)
+    assert json.loads(line[:line.index(', "big"')] + "}") == {
+        name: p.row[name] for name in ("prompt", "answer", "n", "f", "e")}
+    assert p.where == f"{tmp_path}/a.jsonl:1"
+
+
+def test_a_chat_is_a_problem(tmp_path, chat):
+    rows = [dict(messages=[SYSTEM, user("2 + 3?"), says("5"), user("And 1 more?")], answer="6")]
+    p, = read_problems(write(tmp_path / "a.jsonl", rows))
+    assert p.text == "And 1 more?" and p.messages == rows[0]["messages"] == p.prompt
+    assert chat.decode(prompt_encoder(chat)(p.prompt)) == (
+        "[system] Be brief.\n[user] 2 + 3?\n[assistant] 5\n[user] And 1 more?\n[assistant] ")
+    # control: the same question alone is another prompt and another problem
+    other, = read_problems(write(tmp_path / "b.jsonl", [dict(prompt=p.text, answer="6")]))
+    assert prompt_encoder(chat)(other.prompt) != prompt_encoder(chat)(p.prompt)
+    assert key(other) != key(p)
+    one, = read_problems(write(tmp_path / "c.jsonl", [dict(messages=[user(p.text)], answer="6")]))
+    assert key(other) == key(one)
+    assert prompt_encoder(chat)(other.prompt) == prompt_encoder(chat)(one.prompt)
+
+
+@pytest.mark.parametrize("messages, say", [
+    ("hi", "'hi', must be a list"), ([], "a list, must be a list of"), (["hi"], "message 1"),
+    ([dict(role="user")], "message 1 that is no"),
+    ([dict(role="user", content="a", name="b")], "message 1 that is no"),
+    ([dict(role="tool", content="a")], "role 'tool' in message 1"),
+    ([user("a"), SYSTEM, user("b")], "role 'system' in message 2"),
+    ([user(["a"])], "content a list in message 1"), ([user(" ")], "content ' ' in message 1"),
+    ([user("a"), says("b")], "do not end with the user's")])
+def test_a_chat_that_is_none_is_refused(messages, say, tmp_path):
+    good = dict(messages=[user("a")], answer="1")
+    path = write(tmp_path / "a.jsonl", [good, dict(messages=messages, answer="1")])
+    with pytest.raises(ValueError, match=rf"a\.jsonl:2 has .*{say}"):
+        read_problems(path)
+    with pytest.raises(ValueError, match="which one counts"):
+        read_problems(write(tmp_path / "a.jsonl", [dict(good, prompt="a")]))
+
+
+def test_a_chat_needs_a_template(tmp_path, plain, chat):
+    rows = [dict(prompt=f"Say {i}.", answer=i) for i in range(11)]
+    path = write(tmp_path / "a.jsonl", [*rows, dict(messages=[user("Hi?")], answer="1")])
+    with pytest.raises(ValueError, match=r'a.jsonl:12 has "messages", but this checkpoint has no'):
+        made(path, plain)
+    with pytest.raises(ValueError, match=r'a.jsonl:12 has "messages", but raw_text=True'):
+        made(path, chat, raw_text=True)
+    made(path, chat)
+    made(write(tmp_path / "a.jsonl", rows), chat, raw_text=True)
+
+
+def test_what_the_template_refuses_is_named_by_its_line(tmp_path, chat):
+    chat = Tokenizer(chat.path)
+
+    def generate(variables):
+        if variables["messages"][0]["content"].startswith("13 "):
+            raise ZeroDivisionError("unlucky")
+        yield "x"
+
+    chat.template.compiled = SimpleNamespace(generate=generate)
+    made(write(tmp_path / "a.jsonl", sums(0, 13)), chat)
+    with pytest.raises(ValueError, match=r"^[^ ]*a\.jsonl:14: .*chat template: unlucky"):
+        made(write(tmp_path / "a.jsonl", sums(0, 20)), chat)
+
+
+# which problems
+
+def test_held_out_problems_of_their_own(tmp_path, plain):
+    """Nothing of the task is held out then, and what is in both files is not trained on."""
+    task = write(tmp_path / "a.jsonl", sums(0, 30))
+    other = write(tmp_path / "b.jsonl", [*sums(100, 105), dict(question=" 7  +  1?", answer=8)])
+    both = made(task, plain, eval_task=other)
+    assert len(both.file["eval"]) == 6 == both.n_eval and len(both.file["train"]) == 29
+    assert "7 + 1?" not in texts(both, "train") and "0 + 1?" in texts(both, "train")
+    assert both.notes == [
+        f"{task}: 1 of 30 problems stand in {other} too and are not trained on",
+        f"{task}: 29 problems to train on; {other}: 6 held out, 99 wanted"]
+    alone = made(task, plain)  # control
+    assert len(alone.file["eval"]) == 3 and "0 + 1?" in texts(alone, "eval")
+    with pytest.raises(ValueError, match="a.jsonl: no problem is left to train on"):
+        made(task, plain, eval_task=task)
+    with pytest.raises(FileNotFoundError, match="c.jsonl: no such file"):
+        made(task, plain, eval_task=str(tmp_path / "c.jsonl"))
+
+
+def test_the_folder_of_gsm8k(tmp_path, plain, monkeypatch):
+    write(tmp_path / "train.jsonl", sums(0, 20))
+    with pytest.raises(FileNotFoundError, match="test.jsonl: no such file"):
+        made(f"gsm8k:{tmp_path}", plain)
+    write(tmp_path / "test.jsonl", sums(50, 55))
+    found = made(f"gsm8k:{tmp_path}", plain)
+    assert len(found.file["train"]) == 20 and texts(found, "eval")[0] == "50 + 1?"
+    p, = found.get("eval", [0])[0]
+    assert (p.answer, reward(p, "So 51."), reward(p, "52")) == ("51", 1, 0)
+    other = write(tmp_path / "o.jsonl", sums(70, 73))
+    assert texts(made(f"gsm8k:{tmp_path}", plain, eval_task=other), "eval")[0] == "70 + 1?"
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert files_of("gsm8k:~") == {
+        "task": [f"{tmp_path}/train.jsonl", f"{tmp_path}/test.jsonl"]}
+    assert files_of("gsm8k:x", "y.jsonl") == {"task": ["x/train.jsonl"], "eval_task": ["y.jsonl"]}
+    assert files_of("a.jsonl") == {"task": ["a.jsonl"]} and files_of("kv4") == {}
+
+
+def test_too_long_problems_of_both_files(tmp_path, plain, chat):
+    """Counted together, with the examples in front of them."""
+    rows = sums(0, 20)
+    rows[0]["question"] = "word " * 80
+    task, other = write(tmp_path / "a.jsonl", rows), write(tmp_path / "b.jsonl", sums(50, 60))
+    with pytest.raises(ValueError, match="1 of 30 prompts are longer than prompt_tokens=50"):
+        made(task, plain, eval_task=other, tokens=50)
+    left = made(task, plain, eval_task=other, tokens=50, skip_long=True)
+    assert len(left.file["train"]) == 19 and len(left.file["eval"]) == 10
+    with pytest.raises(ValueError, match="29 of 29 .*longest has .*too few are left"):
+        made(task, plain, eval_task=other, tokens=50, skip_long=True, shots=1)
+    assert len(made(task, plain, eval_task=other, tokens=200, shots=1).file["train"]) == 19
+    long = write(tmp_path / "c.jsonl", [dict(messages=[user("word " * 80), says("a"), user("b")],
+                                             answer=1), *rows[1:]])
+    with pytest.raises(ValueError, match="1 of 30 prompts are longer"):
+        made(long, chat, eval_task=other, tokens=50)
+    assert len(made(long, chat, eval_task=other, tokens=50, skip_long=True).file["train"]) == 19
+
+
+# examples and raw text
+
+def test_examples_come_first(tmp_path, plain, chat):
+    """With all of their answers, and are not trained on."""
+    rows = [*sums(0, 12), dict(messages=[SYSTEM, user("2?"), says("2"), user("3?")], answer=3)]
+    task = write(tmp_path / "a.jsonl", rows)
+    shots = made(task, chat, shots=2)
+    head = ("[user] 1 + 1?\n[assistant] 1+1=2\n#### 2\n[user] 2 + 1?\n[assistant] 2+1=3\n#### 3\n")
+    assert chat.decode(prompt(shots)) == f"{head}[user] 0 + 1?\n[assistant] "
+    assert not {"1 + 1?", "2 + 1?"} & set(texts(shots, "train")) and len(shots.file["train"]) == 9
+    assert shots.notes[-1] == f"shots=2: in front of each problem {task}:2, {task}:3"
+    # behind the system's message
+    talk, = (p for p in shots.file["train"] if p.messages)
+    assert chat.decode(shots.encode(talk.prompt)) == (
+        f"[system] Be brief.\n{head}[user] 2?\n[assistant] 2\n[user] 3?\n[assistant] ")
+    none = made(task, chat)  # control
+    assert chat.decode(prompt(none)) == "[user] 0 + 1?\n[assistant] "
+    assert "1 + 1?" in texts(none, "train")
+    # a chat as an example: all its turns
+    turned = made(write(tmp_path / "b.jsonl", [rows[0], rows[-1], *rows[1:-1]]), chat, shots=1)
+    assert chat.decode(prompt(turned)) == (
+        "[user] 2?\n[assistant] 2\n[user] 3?\n[assistant] 3\n[user] 0 + 1?\n[assistant] ")
+    # without a template
+    text = made(write(tmp_path / "c.jsonl", rows[:-1]), plain, shots=1)
+    assert plain.decode(prompt(text)) == "1 + 1?\nAnswer: 1+1=2\n#### 2\n\n0 + 1?\nAnswer:"
+
+
+def test_examples_that_cannot_be(tmp_path, plain):
+    task = write(tmp_path / "a.jsonl", sums(0, 20))
+    with pytest.raises(ValueError, match="no problem is left to train on"):
+        made(task, plain, shots=18)
+    rows = [dict(prompt=f"{i}?") for i in range(20)]
+    rule = lambda row, text, tokens: dict(reward=1.0)  # noqa: E731
+    path = write(tmp_path / "b.jsonl", rows)
+    with pytest.raises(ValueError, match=r'b.jsonl:2 is an example \(shots=1\) and needs an "ans'):
+        made(path, plain, shots=1, rule=rule)
+    assert len(made(path, plain, rule=rule).file["train"]) == 18
+    rows = [dict(prompt="a", answer=None), dict(prompt="b", answer=[1, "x"]), dict(prompt="c")]
+    assert [p.answer for p in read_problems(write(tmp_path / "c.jsonl", rows), rule=rule)] == [
+        "", '[1, "x"]', ""]
+    with pytest.raises(ValueError, match="b.jsonl:1 needs"):  # control: a rule needs answers
+        made(path, plain)
+
+
+def test_raw_text_is_verbatim(tmp_path, plain, chat):
+    rows = sums(0, 12)
+    rows[0]["question"] = "[user] <think>  2?\n"
+    task = write(tmp_path / "a.jsonl", rows)
+    for tok in (chat, plain):
+        raw = made(task, tok, raw_text=True)
+        assert prompt(raw) == [*tok.bos_ids, *tok.encode("[user] <think>  2?\n")]
+        assert not raw.thinks
+        shots = made(task, tok, raw_text=True, shots=1)
+        assert tok.decode(prompt(shots)) == "1 + 1? 1+1=2\n#### 2\n\n[user] <think>  2?\n"
+        assert prompt(made(task, tok)) != prompt(raw)  # control
+    chat.bos_ids = (5,)
+    assert prompt(made(task, chat, raw_text=True))[0] == 5
+    chat.bos_ids = ()
+    with pytest.raises(ValueError, match="template 'x': raw_text=True uses no chat template"):
+        made(task, chat, raw_text=True, template=dict(x=1))
+
+
+def test_settings_that_do_not_go_together():
+    good = dict(task="a.jsonl", eval_task="b.jsonl", shots=2)
+    check_files(SimpleNamespace(**good))
+    check_files(SimpleNamespace(**dict(good, task="gsm8k:x")))
+    for changes, say in ((dict(eval_task="b"), "eval_task 'b' must be a .jsonl file"),
+                         (dict(task="kv4"), "eval_task=b.jsonl needs a task that is a file"),
+                         (dict(task="kv4", eval_task=""), "shots=2 needs a task that is a file"),
+                         (dict(eval_task="gsm8k:x"), "must be a .jsonl file")):
+        with pytest.raises(ValueError, match=say):
+            check_files(SimpleNamespace(**{**good, **changes}))
+    with pytest.raises(ValueError, match="shots must be between 0 and 1000, got -1"):
+        train.settings(["--shots=-1"])
+
+
+# runs
+
+def test_files_are_part_of_a_run(tmp_path):
+    """Held-out files and both of GSM8K are: changed, refused; moved, not."""
+    for name in ("a", "b"):
+        (tmp_path / name).mkdir()
+        write(tmp_path / name / "train.jsonl", sums(0, 12))
+        write(tmp_path / name / "test.jsonl", sums(20, 24))
+        write(tmp_path / name / "own.jsonl", sums(30, 34))
+    for args in (["--task=gsm8k:{}"], ["--task={}/train.jsonl", "--eval_task={}/own.jsonl"]):
+        out = tmp_path / f"out{len(args)}"
+
+        def go(folder, steps, *more, args=args, out=out):
+            named = [arg.format(tmp_path / folder) for arg in args]
+            train_here(*named, f"--steps={steps}", "--eval_every=9", f"--out_dir={out}", *more)
+
+        go("a", 1)
+        held_out = tmp_path / "b" / ("test.jsonl" if len(args) == 1 else "own.jsonl")
+        whole = held_out.read_text()
+        held_out.write_text(whole.replace("31", "32").replace("21", "22"))
+        setting = ["task", "eval_task"][len(args) - 1]
+        with pytest.raises(SystemExit, match=f"resume: {setting} .* has other contents now"):
+            go("b", 2, "--resume=True")
+        held_out.write_text(whole)
+        go("b", 2, "--resume=True")
+        assert len(read_log(out)[1]) == 2 and read_log(out)[0][0]["problems"] == 4
+    with pytest.raises(SystemExit, match="eval_task .* is where this run would save its own"):
+        train_here(f"--task={tmp_path}/a/train.jsonl", f"--eval_task={out}/log.jsonl",
+                   "--overwrite=True", f"--out_dir={out}")

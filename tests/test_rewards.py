@@ -1,0 +1,271 @@
+"""data/rewards.py: rules by name and functions of one's own, in what they return, raise and log; a
+run that such a function ends goes on after it is mended."""
+import json
+import os
+import sys
+
+import numpy as np
+import pytest
+
+import train
+from conftest import ROOT, read_checkpoint, read_log, train_here
+from data.answers import RULES
+from data.files import read_problems
+from data.rewards import Own, earns, named_numbers, number, place
+from data.tasks import Problem, Problems, problem, reward
+from data.tokenizer import Tokenizer
+from support.jsonfile import shown
+
+TINY = os.path.join(ROOT, "data", "tiny")
+
+
+@pytest.fixture
+def mine(tmp_path, monkeypatch):
+    """-> write(source), which makes mine.py in a current folder of its own and forgets what was
+    imported of it before."""
+    folder = tmp_path / "here"
+    folder.mkdir()
+    monkeypatch.chdir(folder)
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    monkeypatch.setattr(sys, "dont_write_bytecode", True)
+
+    def write(source):
+        sys.modules.pop("mine", None)
+        (folder / "mine.py").write_text(source)
+        return str(folder / "mine.py")
+
+    yield write
+    sys.modules.pop("mine", None)
+
+
+# rules by name
+
+def test_rules_by_name():
+    """Each tells what it pays from what another one does."""
+    def pays(rule, gold, text):
+        return reward(Problem("file", "?", gold, rule=rule), text)
+
+    for rule, gold, right, wrong in (
+            ("exact", "12", "12.", "It is 12"), ("number", "12", "It is 12 km", "12 or 13"),
+            ("boxed", "12", r"So \boxed{12}, not 13.", "12"), ("choice", "B", "(B)", "(C)"),
+            ("contains", "Paris", "I think it is Paris.", "It is Rome")):
+        assert (pays(rule, gold, right), pays(rule, gold, wrong)) == (1, 0), rule
+        assert pays(rule, gold, f"<think>{right}") == 0  # a thought is no answer
+    assert pays("auto", "12", "It is 12 km") == 1 == pays("auto", "km", "km")
+    assert pays("auto", "km", "It is km") == 0
+    # a generated task's own rule, unless another one is named
+    made = problem("needle", "eval", seed=0, index=0, tokens=60, encode=str.split)
+    assert reward(made, f"{made.answer}, {made.answer}") == 1
+    exact = Problem(made.task, made.text, made.answer, rule="exact")
+    assert reward(exact, f"{made.answer}, {made.answer}") == 0 and reward(exact, made.answer) == 1
+
+
+def test_answers_that_a_rule_cannot_pay_are_refused(tmp_path):
+    path = str(tmp_path / "a.jsonl")
+    with open(path, "w") as f:
+        f.write('{"prompt": "a", "answer": "12"}\n{"prompt": "b", "answer": "Rome"}\n')
+    assert len(read_problems(path)) == 2 == len(read_problems(path, rule="exact"))
+    with pytest.raises(ValueError, match="a.jsonl:2 has the answer 'Rome', which no text can match "
+                                         "by reward=number"):
+        read_problems(path, rule="number")
+    for rule in RULES:
+        gold = "B" if rule == "choice" else "12"
+        assert earns(rule, gold, gold), rule
+        assert not earns(rule, gold, "C" if rule == "choice" else "13"), rule
+    make = dict(task="kv4", tok=Tokenizer(TINY), seed=0, tokens=200, n_eval=2)
+    Problems(**make, rule="exact")
+    with pytest.raises(ValueError, match="task kv4 has answers like '.*', which no text can match "
+                                         "by reward=number"):
+        Problems(**make, rule="number")
+
+
+# functions of one's own
+
+def test_numbers_that_a_function_returns():
+    for x, want in ((1, 1.0), (True, 1.0), (-0.5, -0.5), (np.float32(0.5), 0.5), (np.True_, 1.0)):
+        assert named_numbers(x) == {"reward": want} and type(named_numbers(x)["reward"]) is float
+    assert named_numbers(dict(reward=1, right=False)) == {"reward": 1.0, "right": 0.0}
+    for x, say in (
+            (None, "must be a finite number, got None"), ("1", "got '1'"), ([1], r"got \[1\]"),
+            (float("nan"), "got nan"), (1e39, "got 1e.39"), ({}, "must hold the name 'reward'"),
+            (dict(right=1), "must hold the name 'reward', got .'right'"),
+            ({"reward": 1, "a b": 1}, "identifiers, got 'a b'"), ({"reward": 1, 2: 1}, "got 2"),
+            (dict(reward=1, right="x"), "right must be a finite number, got 'x'"),
+            (dict(reward=float("inf")), "reward must be a finite number, got inf")):
+        with pytest.raises(ValueError, match=say):
+            named_numbers(x)
+    with pytest.raises(ValueError, match="got 1j"):
+        number(1j)
+
+
+@pytest.mark.parametrize("source, name, say", [
+    ("", "mine:score", "mine.py must define the function 'score', there is none"),
+    ("score = 5", "mine:score", "'score', it is 5"),
+    ("def score(text): pass", "mine:score", r"score\(text\) must take \(row, text, tokens\)"),
+    ("x = (1,\n", "mine:score", "cannot import mine .*SyntaxError.*, line 1"),
+    ("x = 1\nx = 1 / 0", "mine:score", r"ZeroDivisionError division by zero \(.*mine.py:2\)"),
+    ("import nobodys_module", "mine:score", "No module named 'nobodys_module'"),
+    ("exit(3)", "mine:score", "SystemExit 3"),
+    ("", "nobodys:score", "cannot import nobodys .*No module named 'nobodys'"),
+    ("", "mine:", "unknown reward 'mine:': one of auto, exact"), ("", "boxd", "unknown reward"),
+    ("", "a b:c", "unknown reward"), ("", ":score", "unknown reward"),
+    ("", "mine.py:score", "cannot import mine.py")])
+def test_functions_that_are_none(source, name, say, mine, tmp_path):
+    """Refused in one line before out_dir is there."""
+    mine(source)
+    with pytest.raises(SystemExit, match=say) as e:
+        train_here(f"--reward={name}", f"--out_dir={tmp_path}/out")
+    assert "\n" not in str(e.value) and str(e.value).startswith("error: ")
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_name_that_another_module_has(mine):
+    """The project's own would be taken in its place."""
+    source = "def score(row, text, tokens): return 1"
+    for name in ("grpo", "sys"):
+        with open(f"{name}.py", "w") as f:
+            f.write(source)
+        with pytest.raises(ValueError, match=f"{name} is .*, which hides .*here/{name}.py: choose"):
+            Own(f"{name}:score")
+    mine(source)
+    Own("mine:score")
+
+
+def test_what_a_function_is_given(mine):
+    """A copy of the row, so that it cannot change the problem; what it returns has one set of
+    names."""
+    mine("def score(row, text, tokens):\n"
+         "    row['seen'] = len(row.pop('list'))\n"
+         "    tokens.append(0)\n"
+         "    found = {'reward': row['seen'], text: 1}\n"
+         "    return found\n")
+    own = Own("mine:score")
+    row, tokens = dict(list=[1, 2]), [5, 6]
+    assert own(row, "a", tokens) == {"reward": 2.0, "a": 1.0} == own(row, "a", tokens)
+    assert row == dict(list=[1, 2]) and tokens == [5, 6]
+    with pytest.raises(ValueError, match="has the names b, reward, before it had a, reward"):
+        own(row, "b", tokens)
+
+
+def test_where_it_was_raised(mine):
+    """The last line of one's own, not that of a library."""
+    path = mine("import json\n\ndef score(row, text, tokens):\n    return json.loads(text)\n")
+    with pytest.raises(ValueError) as e:
+        Own("mine:score")({}, "{", [])
+    assert place(e.value) == f"{path}:4"
+
+
+# runs
+
+SCORE = ("def score(row, text, tokens):\n"
+         "    assert isinstance(tokens, list) and all(type(t) is int for t in tokens)\n"
+         "    digits = sum(map(str.isdigit, text)) / max(1, len(text))\n"
+         "    known = row['answer'] in row['prompt']\n"
+         "    return dict(reward=digits, tokens=len(tokens), known=known)\n")
+
+
+def test_what_is_logged(mine, tmp_path, monkeypatch):
+    """The rewards of a function are those of a rule that pays the same, bitwise; its other numbers
+    are means over responses, in rows of steps and of evaluations."""
+    mine(SCORE)
+    train_here("--reward=mine:score", "--steps=2", f"--out_dir={tmp_path}/own")
+    evals, steps = read_log(f"{tmp_path}/own")
+    for row in steps:
+        assert row.pop("reward_tokens") == pytest.approx(row["length"], rel=1e-6)
+        assert row.pop("reward_known") == 0
+    for row in evals:
+        assert row.pop("eval_compressed_tokens") == pytest.approx(row["eval_length"])
+        assert row.pop("eval_dense_tokens") == pytest.approx(row["eval_length_dense"])
+        assert row.pop("eval_compressed_known") == 0 == row.pop("eval_dense_known")
+    monkeypatch.setattr(train, "reward_of", lambda problem, text: sum(map(str.isdigit, text))
+                        / max(1, len(text)))
+    train_here("--steps=2", f"--out_dir={tmp_path}/rule")
+    assert (evals, steps) == read_log(f"{tmp_path}/rule")
+    # nothing else of the log has a name that such a number could have
+    others = ("reward_", "eval_compressed_", "eval_dense_")
+    assert not [name for row in [*evals, *steps] for name in row if name.startswith(others)]
+    mine(SCORE.replace("digits,", "digits / 2,"))  # control
+    train_here("--reward=mine:score", "--steps=2", f"--out_dir={tmp_path}/half")
+    assert read_log(f"{tmp_path}/half")[1][0]["reward"] == pytest.approx(steps[0]["reward"] / 2)
+
+
+def test_the_stop_token_is_given(mine, tmp_path):
+    """As an id; the text is without it. A file's whole row arrives."""
+    with open(tmp_path / "p.jsonl", "w") as f:
+        for i in range(20):
+            f.write(json.dumps(dict(prompt=f"The code for apple is {i}.", level=i)) + "\n")
+    stop, = Tokenizer(TINY).stop_ids
+    mine("def score(row, text, tokens):\n"
+         "    assert type(row['level']) is int and 'answer' not in row and '<|' not in text\n"
+         f"    return dict(reward=len(row), stop=tokens[-1] == {stop}, "
+         f"inside={stop} in tokens[:-1])\n")
+    train_here("--reward=mine:score", f"--task={tmp_path}/p.jsonl", "--steps=1",
+               "--max_new_tokens=12", f"--out_dir={tmp_path}/out")
+    step, = read_log(f"{tmp_path}/out")[1]
+    assert step["reward"] == 2 and step["reward_stop"] == pytest.approx(1 - step["truncated"])
+    assert step["reward_inside"] == 0
+
+
+FAILS = ("N = 0\ndef score(row, text, tokens):\n    global N\n    N += 1\n    if N == {}:\n"
+         "        {}\n    return sum(map(str.isdigit, text)) / max(1, len(text))\n")
+
+
+# 8 responses in the evaluations before steps 0 and 2, 8 in a step
+@pytest.mark.parametrize("n, bug, where, say", [
+    (8 + 8 + 2, "row['level']", "training problem 2", r"raised KeyError: 'level' \(.*mine.py:6\)"),
+    (8 + 8 + 5, "return None", "training problem 3", "must be a finite number, got None"),
+    (8 + 8 + 8, "return dict(reward=1, x=1)", "training problem 3",
+     "has the names reward, x, before it had reward: must be the same in each call"),
+    (8 + 16 + 3, "raise SystemExit(2)", "held-out problem 2",
+     r"raised SystemExit: 2 \(.*mine.py:6\)")])
+def test_a_function_that_fails_loses_nothing(n, bug, where, say, mine, tmp_path, capsys):
+    """What was learned before is saved; the run goes on at that very step and ends as one that
+    never failed."""
+    out, ask = tmp_path / "out", ["--reward=mine:score", "--steps=3", "--save_every=9",
+                                  "--eval_every=2"]
+    path, step = mine(FAILS.format(n, bug)), 1 if "training" in where else 2
+    with pytest.raises(SystemExit, match=(
+            rf"^error: the reward of {where} \('Repeat .*', response '.*'\) {say}; "
+            rf".*ckpt.pt holds step {step}$")):
+        train_here(*ask, f"--out_dir={out}")
+    assert read_checkpoint(out)["step"] == step
+    assert [len(rows) for rows in read_log(out)] == [1, step]
+    mine(FAILS.format(0, "pass"))
+    capsys.readouterr()
+    train_here(*ask, "--resume=True", f"--out_dir={out}")
+    said = f"reward: {path} is another than before step {step}\n"
+    assert capsys.readouterr().out.startswith(said)
+    mine(FAILS.format(0, "pass"))
+    whole = tmp_path / "whole"
+    train_here(*ask, f"--out_dir={whole}")
+    assert "is another" not in capsys.readouterr().out
+    assert read_log(out) == read_log(whole) and len(read_log(out)[1]) == 3
+    files = ("samples.txt", "model/model.safetensors")
+    assert all((out / name).read_bytes() == (whole / name).read_bytes() for name in files)
+
+
+def test_a_function_that_fails_at_first_saves_nothing(mine, tmp_path):
+    mine("def score(row, text, tokens): return row['level']")
+    with pytest.raises(SystemExit, match=r"held-out problem 0 .*KeyError.*; nothing was saved$"):
+        train_here("--reward=mine:score", f"--out_dir={tmp_path}/out")
+    assert not (tmp_path / "out" / "ckpt.pt").exists()
+
+
+def test_a_line_of_a_file_is_named(mine, tmp_path):
+    with open(tmp_path / "p.jsonl", "w") as f:
+        for i in range(20):
+            f.write(json.dumps(dict(prompt=f"The code for apple is {i}.", answer=i)) + "\n")
+    mine("def score(row, text, tokens): return 1 / (row['answer'] != 10)")
+    question = shown("The code for apple is 10.")
+    with pytest.raises(SystemExit, match=rf"held-out problem 1 .*p.jsonl:11 \({question}, "):
+        train_here("--reward=mine:score", f"--task={tmp_path}/p.jsonl", f"--out_dir={tmp_path}/o")
+
+
+def test_another_reward_is_another_run(mine, tmp_path):
+    """Its name; what its file holds may change."""
+    mine(SCORE + "\n\ndef other(row, text, tokens):\n    return 0\n")
+    train_here("--reward=mine:score", "--steps=1", f"--out_dir={tmp_path}/out")
+    with pytest.raises(SystemExit, match="reward was 'mine:score' .* now it is 'mine:other'"):
+        train_here("--reward=mine:other", "--steps=2", "--resume=True",
+                   f"--out_dir={tmp_path}/out")
+    train_here("--reward=mine:score", "--steps=2", "--resume=True", f"--out_dir={tmp_path}/out")
