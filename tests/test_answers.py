@@ -3,7 +3,8 @@ data/answers.py: every rule of RULES against a table of texts. What a text is wo
 down before the rules were run: what a careful teacher would pay, who would rather miss a right
 answer than pay a wrong one.
 """
-import re
+import random
+import time
 from collections import Counter
 
 import pytest
@@ -59,6 +60,11 @@ TABLE = {
         ("thought", "Paris", "<think>Paris</think>Rome", 0),
         ("thought", "Paris", "<think>Paris", 0),
         ("leak", "Paris", "Paris<|im_end|>", 0),
+        ("word", "3 apples", "3 apples", 1),
+        ("word", "3 apples", "13 apples", 0),
+        ("several answers", "Paris", "Rome\nParis", 0),
+        ("markdown", "Paris", "# Paris", 0),
+        ("unicode", "naïve", "NAÏVE", 1),
     ],
     "number": [
         ("sign", "-7", "It is -7.", 1),
@@ -113,6 +119,13 @@ TABLE = {
         ("leak", "30", "12:30", 0),
         ("leak", "2", "1.1.2", 0),
         ("leak", "0", "10^-99999999", 0),
+        ("percent", "0.25", "25%", 0),
+        ("money", "5", "50 cents", 0),
+        ("leak", "42", "42" * 30, 0),
+        ("leak", "7", "0 1 2 3 4 5 6 7", 0),
+        ("several answers", "42", "It is 42. Or is it 41?", 0),
+        ("LaTeX", "1234567", r"1{,}234{,}567", 1),
+        ("markdown", "42", "| 41 | 42 |", 0),
     ],
     "boxed": [
         ("LaTeX", "42", r"\boxed{42}", 1),
@@ -160,6 +173,9 @@ TABLE = {
         ("unit", "90", r"\boxed{90^\circ}", 1),
         ("unit", "90", r"\boxed{90^{\circ}}", 1),
         ("unit", "12", r"\boxed{12 \text{ of } 13}", 0),
+        ("unit", "18", r"\boxed{18 dollars}", 1),
+        ("unit", "18", r"\boxed{18 \text{ million}}", 0),
+        ("unit", "18", r"\boxed{18 thousand dollars}", 0),
         ("word", "Paris", r"\boxed{\text{Paris}}", 1),
         ("word", "Paris", r"\boxed{\textbf{paris}}", 1),
         ("word", "Paris", r"\boxed{Rome}", 0),
@@ -191,8 +207,95 @@ TABLE = {
         ("thought", "42", r"<think>\boxed{42}", 0),
         ("prompt echo", "42", r"I put the answer in \boxed{}: 42", 0),
         ("leak", "42", r"\boxed{4}2", 0),
+        ("leak", "4", r"\boxed{4}2", 0),
+        ("leak", "2", r"1/\boxed{2}", 0),
         ("leak", "42", r"\boxed{0 1 2 3 42}", 0),
-        ("leak", "42", r"\boxed{42^1}", 0),
+        ("leak", "42", r"\boxed{42^1}", 1),
+        ("LaTeX", "42", r"\[ \boxed{42} \]", 1),
+        ("LaTeX", "42", r"\boxed{\displaystyle 42}", 1),
+        ("LaTeX", "42", r"\boxed{42.}", 1),
+        ("LaTeX", "42", r"\boxed {42}", 1),
+        ("LaTeX", "42", r"\boxed{n = 42}", 1),
+        ("LaTeX", "42", r"\boxed{42 \text{ or } 41}", 0),
+        ("LaTeX", "42", r"\boxed{42 \cdot 1}", 0),
+        ("LaTeX", "42", r"\boxed{42_{10}}", 0),
+        ("LaTeX", "42", r"\boxed{|42|}", 0),
+        ("LaTeX", "42", r"\boxed{42 + C}", 0),
+        ("LaTeX", "42", r"\boxed{\approx 42}", 0),
+        ("LaTeX", "42", r"\boxed{42...}", 0),
+        ("LaTeX", "42", r"\boxed{41 = 42}", 0),
+        ("LaTeX", "x", r"\boxed{y}", 0),
+        ("LaTeX", "x", r"\boxed{X}", 1),
+        ("LaTeX", "x^2", r"\boxed{x^{2}}", 1),
+        ("LaTeX", "x^{12}", r"\boxed{x^12}", 1),
+        ("LaTeX", r"\pi", r"\boxed{\pi}", 1),
+        ("LaTeX", r"\pi", r"\boxed{2\pi}", 0),
+        ("LaTeX", r"\sqrt{2}", r"\boxed{\sqrt2}", 1),
+        ("LaTeX", r"\frac{\pi}{2}", r"\boxed{\dfrac{\pi}{2}}", 1),
+        ("LaTeX", r"\frac{\sqrt{3}}{2}", r"\boxed{\frac{\sqrt{3}}{2}}", 1),
+        ("LaTeX", r"\frac{\sqrt{3}}{2}", r"\boxed{\dfrac{\sqrt{3}}{2}}", 1),
+        ("LaTeX", r"\frac{\sqrt{3}}{2}", r"\boxed{\frac{\sqrt{2}}{3}}", 0),
+        ("LaTeX", "[1,2)", r"\boxed{\left[1, 2\right)}", 1),
+        ("LaTeX", "[1,2)", r"\boxed{(1,2)}", 0),
+        ("LaTeX", "(1,2)", r"\boxed{[1,2]}", 0),
+        ("LaTeX", "(1,2)", r"\boxed{1,2}", 0),
+        ("LaTeX", "1,2", r"\boxed{(1,2)}", 0),
+        ("LaTeX", "f(x)", r"\boxed{f(x)}", 1),
+        ("LaTeX", "f(x", r"\boxed{f(x)}", 0),
+        ("LaTeX", r"\frac{3}{4}", r"\boxed{3/4}", 1),
+        ("LaTeX", r"\frac34", r"\boxed{\frac{3}{4}}", 1),
+        ("fraction", "0.5", r"\boxed{1/2}", 0),
+        ("fraction", "1", r"\boxed{1\frac{1}{2}}", 0),
+        ("fraction", "-1/2", r"\boxed{-\frac{1}{2}}", 1),
+        ("fraction", "-1/2", r"\boxed{\frac{1}{2}}", 0),
+        ("sign", "42", r"\boxed{--42}", 0),
+        ("sign", "42", r"\boxed{+42}", 1),
+        ("sign", "-42", r"\boxed{- 42}", 1),
+        ("unit", "12", r"\boxed{12\text{km}}", 1),
+        ("unit", "12", r"\boxed{12\ \text{cm}^2}", 1),
+        ("unit", "12", r"\boxed{12 \text{ cm}^{2}}", 1),
+        ("unit", "12", r"\boxed{12^2}", 0),
+        ("unit", "12", r"\boxed{12k}", 0),
+        ("unit", "12", r"\boxed{12 \text{ dozen}}", 0),
+        ("unit", "12", r"\boxed{12 squared}", 0),
+        ("unit", "12", r"\boxed{12 \text{ squared}}", 0),
+        ("unit", "12", r"\boxed{12 or more}", 0),
+        ("unit", "12", r"\boxed{12 \text{ or more}}", 0),
+        ("unit", "12", r"\boxed{12 to the third}", 0),
+        ("unit", "12", r"\boxed{12 factorial}", 0),
+        ("unit", "12", r"\boxed{12 \text{ times } x}", 0),
+        ("unit", "12", r"\boxed{not 12}", 0),
+        ("unit", "12", r"\boxed{\text{not } 12}", 0),
+        ("unit", "12", r"\boxed{12 \%}", 1),
+        ("unit", "18", r"\boxed{18 \text{ dollars and 50 cents}}", 0),
+        ("unit", "18", r"\boxed{18 \times 10^{3}}", 0),
+        ("unit", "18000", r"\boxed{18 \times 10^{3}}", 1),
+        ("money", "18", r"\boxed{\$18.50}", 0),
+        ("money", "18", r"\boxed{18\$}", 1),
+        ("hedge", "42", r"\boxed{42}, \boxed{41}", 0),
+        ("hedge", "42", r"\boxed{41}\boxed{42}\boxed{42}", 0),
+        ("several answers", "42", r"\boxed{42}" + "\n\n" + r"\boxed{42}", 1),
+        ("several answers", "42", r"\boxed{41}" + "\n\n" + r"\boxed{42}", 0),
+        ("several answers", "3,5", r"\boxed{3, 5}", 1),
+        ("several answers", "3,5", r"\boxed{5, 3}", 0),
+        ("several answers", "3,5", r"\boxed{3}, \boxed{5}", 0),
+        ("letter", "B", r"\boxed{B}", 1),
+        ("letter", "B", r"\boxed{B, C}", 0),
+        ("word", "no one", r"\boxed{\text{no one}}", 1),
+        ("word", "no", r"\boxed{\text{no one}}", 0),
+        ("word", "Tuesday", r"\boxed{\mbox{Tuesday}}", 1),
+        ("nothing", "42", r"\boxed{}\boxed{42}", 0),
+        ("nothing", "42", r"\fbox{42}", 0),
+        ("nothing", "42", r"\boxed 42", 0),
+        ("nothing", "42", r"\boxedx{42}", 0),
+        ("leak", "42", r"\boxed{42}{41}", 0),
+        ("leak", "42", r"\boxed{42\boxed{}}", 1),
+        ("leak", "42", r"\boxed{}42\boxed{}", 0),
+        ("leak", "42", r"\boxed{42}}", 1),
+        ("leak", "42", r"\boxed{{42}}", 1),
+        ("leak", "42", r"2\boxed{42}", 0),
+        ("leak", "42", r"\boxed{42}\times 10", 0),
+        ("leak", "42", r"\boxed{42}\%", 1),
     ],
     "choice": [
         ("letter", "B", "B", 1),
@@ -308,6 +411,149 @@ TABLE = {
         ("leak", "B", "Answer: A, Answer: B, Answer: C", 0),
         ("leak", "C", "Answer: A, Answer: B, Answer: C", 0),
         ("leak", "B", "b c d", 0),
+        ("letter", "B", "The answer is: B", 1),
+        ("letter", "B", "Answer: (B) Paris", 1),
+        ("letter", "B", "The final answer is (B)", 1),
+        ("letter", "B", "Therefore, the best answer is choice B.", 1),
+        ("letter", "B", "My choice: B", 1),
+        ("letter", "B", "The right choice is: (b)", 1),
+        ("letter", "B", "B is the correct answer.", 1),
+        ("letter", "B", "B is correct.", 1),
+        ("letter", "B", "I think it's B.", 1),
+        ("letter", "B", "It is B!", 1),
+        ("letter", "B", "B, because Paris lies in France.", 1),
+        ("letter", "B", "B - Paris", 1),
+        ("letter", "B", "B\n\nParis lies in France.", 1),
+        ("letter", "B", "Answer B", 1),
+        ("letter", "B", "The answer's B.", 1),
+        ("letter", "B", "Ans: B", 1),
+        ("letter", "B", "The answer is option (B): Paris.", 1),
+        ("letter", "B", "the answer is b", 1),
+        ("letter", "A", "Answer: a", 1),
+        ("letter", "A", "Answer: a)", 1),
+        ("letter", "A", "The answer is (a).", 1),
+        ("letter", "I", "Answer: I", 1),
+        ("letter", "B", "Answer:\nB", 1),
+        ("letter", "B", "Answer:\n\n(B)", 1),
+        ("letter", "K", "K", 0),
+        ("letter", "Paris", "B", 0),
+        ("letter", "", "B", 0),
+        ("LaTeX", "B", r"The answer is $\mathbf{B}$.", 1),
+        ("LaTeX", "B", r"\(\boxed{B}\)", 1),
+        ("LaTeX", "B", r"$B$", 1),
+        ("markdown", "B", "**Answer: B**", 1),
+        ("markdown", "B", "**Correct answer:** **B) Paris**", 1),
+        ("markdown", "B", "> B", 1),
+        ("markdown", "B", "The correct answer is:\n\n**B. Paris**", 1),
+        ("markdown", "C", "- A is wrong\n- B is wrong\n- C is right", 1),
+        ("markdown", "B", "A. No\nB. Yes\nC. No", 0),
+        ("word", "A", "A man walks.", 0),
+        ("word", "A", "A, an and the are articles.", 0),
+        ("word", "A", "The answer is a", 1),
+        ("word", "A", "The answer is a, b and c.", 0),
+        ("word", "A", "What is the answer? A man.", 0),
+        ("word", "A", "It's a trap.", 0),
+        ("word", "A", "It is A.", 1),
+        ("word", "A", "I pick a card.", 0),
+        ("word", "A", "a)", 1),
+        ("word", "A", "The answer is\na man", 0),
+        ("word", "D", "The answer is vitamin D.", 0),
+        ("word", "C", "The answer is carbon (C14).", 0),
+        ("word", "J", "The answer is J. K. Rowling.", 0),
+        ("word", "J", "J.R.R. Tolkien", 0),
+        ("word", "D", "D-Day", 0),
+        ("word", "B", "B2B", 0),
+        ("word", "G", "5G", 0),
+        ("word", "C", "20 °C", 0),
+        ("word", "C", "It is 20 C.", 0),
+        ("word", "F", "The answer is F(x) = 2.", 0),
+        ("word", "F", "f(x) = 2", 0),
+        ("word", "A", "A = 5", 0),
+        ("word", "A", "Answer: A = 5", 0),
+        ("word", "B", "Answer: B^2", 0),
+        ("word", "B", "Answer: B|C", 0),
+        ("word", "I", "Answer: I, Claudius", 0),
+        ("word", "I", "i = 3", 0),
+        ("word", "H", "H2O", 0),
+        ("word", "E", "Answer: e", 1),
+        ("sign", "B", "The answer is definitely not B", 0),
+        ("sign", "B", "It isn't B.", 0),
+        ("sign", "B", "Answer: not B", 0),
+        ("sign", "B", "I would never choose B.", 0),
+        ("sign", "B", "I do not think the answer is B.", 0),
+        ("sign", "B", "B is correct? No.", 0),
+        ("sign", "B", "It can't be B.", 0),
+        ("sign", "B", "The wrong answer is B.", 0),
+        ("sign", "B", "Not (B)", 0),
+        ("sign", "B", "Option B is the best of the wrong ones", 0),
+        ("sign", "B", "Anything but B", 0),
+        ("sign", "B", "The answer is not B but C.", 0),
+        ("hedge", "B", "B or C", 0),
+        ("hedge", "B", "Answer: B/C", 0),
+        ("hedge", "B", "Answer: B, C", 0),
+        ("hedge", "B", "Answer: B; or else C", 0),
+        ("hedge", "B", "The answer is B or possibly C.", 0),
+        ("hedge", "B", "It could be B or it could be C.", 0),
+        ("hedge", "B", "Answer: B (Paris) or C (Rome)", 0),
+        ("hedge", "C", "Answer: B (Paris) or C (Rome)", 0),
+        ("hedge", "B", "Both B and C are correct.", 0),
+        ("hedge", "C", "Both B and C are correct.", 0),
+        ("hedge", "B", "B and C is correct", 0),
+        ("hedge", "C", "B and C is correct", 0),
+        ("hedge", "B", "One of A, B, C", 0),
+        ("hedge", "B", "If x then B, else C.", 0),
+        ("hedge", "C", "The answer is B. Or C.", 0),
+        ("hedge", "B", "The answer is B. Or C.", 0),
+        ("hedge", "B", "The answer is B, but it could be C.", 0),
+        ("several answers", "C", "B\n\nC", 0),
+        ("several answers", "B", "(B)\n(C)", 0),
+        ("several answers", "B", "B) Paris\nC) Rome", 0),
+        ("several answers", "C", "B) Paris\nC) Rome", 0),
+        ("several answers", "B", "B. C.", 0),
+        ("several answers", "B", "B, C, D", 0),
+        ("several answers", "B", "A. B. C. D.", 0),
+        ("several answers", "A", "A. B. C. D.", 0),
+        ("several answers", "B", "B is correct. C is correct.", 0),
+        ("several answers", "C", "B is correct. C is correct.", 0),
+        ("several answers", "B", "The answer is B\nThe answer is C", 0),
+        ("several answers", "C", "The answer is B\nThe answer is C", 0),
+        ("several answers", "C", "The answer is B. The answer is C. The answer is D.", 0),
+        ("several answers", "D", "The answer is B. The answer is C. The answer is D.", 0),
+        ("several answers", "B", "A-B-C-D", 0),
+        ("several answers", "B", "A|B|C|D", 0),
+        ("several answers", "B", "A+B", 0),
+        ("several answers", "B", "A=B", 0),
+        ("several answers", "B", "(A, B)", 0),
+        ("several answers", "B", "[A][B]", 0),
+        ("several answers", "B", "{A,B}", 0),
+        ("several answers", "B", r"\boxed{A}\boxed{B}", 0),
+        ("several answers", "B", r"\boxed{A, B}", 0),
+        ("nothing", "B", "None of the above.", 0),
+        ("nothing", "B", "()", 0),
+        ("nothing", "B", "Answer: none", 0),
+        ("unicode", "B", "Answer：B", 1),
+        ("unicode", "B", "“B”", 1),
+        ("unicode", "B", "答案是B", 0),
+        ("prompt echo", "B", "Which is right?\nA) x\nB) y\nAnswer:", 0),
+        ("prompt echo", "A", "Which is right?\nA) x\nB) y\nAnswer:", 0),
+        ("prompt echo", "B", "Which? (A) x (B) y (C) z", 0),
+        ("prompt echo", "C", "Which? (A) x (B) y (C) z", 0),
+        ("prompt echo", "A", "Which? (A) x (B) y (C) z", 0),
+        ("prompt echo", "B", 'Finish with "The answer is X", where X is A, B, C or D.', 0),
+        ("prompt echo", "D", 'Finish with "The answer is X", where X is A, B, C or D.', 0),
+        ("prompt echo", "A", "The answer is A, B, C or D.", 0),
+        ("leak", "B", "AaBbCc", 0),
+        ("leak", "B", "a b", 0),
+        ("leak", "B", "Answer: A. Answer: B. Answer: C.", 0),
+        ("leak", "C", "Answer: A. Answer: B. Answer: C.", 0),
+        ("leak", "B", "A is correct, B is correct, C is correct", 0),
+        ("leak", "C", "A is correct, B is correct, C is correct", 0),
+        ("leak", "B", "Answer: B C D", 0),
+        ("leak", "D", "Answer: B C D", 0),
+        ("leak", "B", "A\tB\tC", 0),
+        ("leak", "C", "A\tB\tC", 0),
+        ("leak", "B", "1. A\n2. B\n3. C", 0),
+        ("leak", "C", "1. A\n2. B\n3. C", 0),
     ],
     "contains": [
         ("word", "Paris", "It is Paris, of course.", 1),
@@ -384,15 +630,147 @@ TABLE = {
         ("leak", "10.0.0.1", "10.0.0.12", 0),
         ("leak", "10.0.0.1", "at 10.0.0.1:80", 1),
         ("leak", "10.0.0.1", "110.0.0.1", 0),
+        ("word", "Paris", "Is it Paris?", 1),
+        ("word", "Paris", "Paris-based", 0),
+        ("word", "Paris", "Paris, Texas", 1),
+        ("word", "Paris", '"Paris"', 1),
+        ("word", "Paris", "'Paris'", 1),
+        ("word", "Paris", "(Paris)", 1),
+        ("word", "O'Brien", "It was O’Brien.", 1),
+        ("word", "O'Brien", "Brien", 0),
+        ("word", "Brien", "It was O'Brien.", 0),
+        ("word", "rock 'n' roll", "some rock 'n' roll", 1),
+        ("word", "the", "other", 0),
+        ("word", "New York", "New, York", 0),
+        ("word", "key_7", "the key_7 is", 1),
+        ("word", "key", "the key_7 is", 0),
+        ("word", "a.b", "axb", 0),
+        ("word", "...", "...", 0),
+        ("word", "?", "what?", 0),
+        ("word", "Rome", "Rome" * 2, 0),
+        ("unit", "12 km", "12km", 0),
+        ("unit", "5 m", "5 mm", 0),
+        ("decimal", "3.5 m", "13.5 m", 0),
+        ("decimal", "3.5 m", "3.5 m.", 1),
+        ("thousands", "1,000 men", "11,000 men", 0),
+        ("thousands", "000", "1,000", 0),
+        ("sign", "-7", "5-7", 0),
+        ("sign", "7", "\u22127", 0),
+        ("percent", "5", "55%", 0),
+        ("money", "18", "$1,018", 0),
+        ("LaTeX", "x^2", "so x^2 it is", 1),
+        ("LaTeX", "x^2", "x^{23}", 0),
+        ("LaTeX", "x", r"\max", 0),
+        ("LaTeX", "alpha", r"\alpha", 1),
+        ("fraction", "1/2", "1/2/3", 0),
+        ("unicode", "東京", "東京です", 0),
+        ("unicode", "東京", "「東京」", 1),
+        ("unicode", "42", "４２", 1),
+        ("leak", "42", "4242", 0),
+        ("leak", "4817", "48174817", 0),
+        ("leak", "ab12", "ab123", 0),
+        ("leak", "ab12", "xab12", 0),
+        ("leak", "e", "abcdefgh", 0),
+        ("leak", "2 + 2", "12 + 2", 0),
+        ("leak", "2 + 2", "2 + 22", 0),
     ],
 }
+# the rules get these wrong, and are left so: the value is what a teacher would pay
+FOOLED = [
+    ("exact", "LaTeX", "(0,1]", "[0,1)", 0),
+    ("number", "word", "42", "42 million", 0),
+    ("boxed", "LaTeX", "42", r"\boxed{\text{The answer is } 42}", 1),
+    ("choice", "letter", "B", "Paris (B)", 1),
+    ("choice", "letter", "B", "The answer is Paris (B).", 1),
+    ("choice", "letter", "B", "The answer is Paris, which is option B.", 1),
+    ("choice", "word", "I", "It is I.", 0),
+    ("choice", "sign", "C", "The answer is not B but C.", 1),
+    ("choice", "sign", "C", "Not B. C.", 1),
+    ("choice", "several answers", "B", "B B B", 1),
+    ("choice", "prompt echo", "B", "A) x B) y C) z\nB) y", 1),
+    ("boxed", "sign", "42", r"\boxed{42} is wrong.", 0),
+    ("choice", "word", "J", "Answer: J. Smith", 0),
+    ("choice", "word", "E", "E. coli", 0),
+    ("choice", "several answers", "B", "The answer is B. C is wrong.", 1),
+    ("contains", "sign", "Paris", "It is not Paris.", 0),
+    ("contains", "word", "no", "No one knows.", 0),
+    ("contains", "several answers", "Paris", "Rome, Paris, Bonn", 0),
+]
 ROWS = [(rule, *row) for rule, rows in TABLE.items() for row in rows]
+TEXTS = [text for _, _, _, text, _ in ROWS]
+UNREADABLE = {  # gold answers that a rule cannot read
+    "exact": ["", "...", "**"], "number": ["", "Paris", "3 or 4", "1/2"], "boxed": ["", "?", r"\,"],
+    "choice": ["", "K", "Paris", "AB", "A or B", "2"], "contains": ["", "?", "..."]}
 
 
 def judged(rule, gold, text):
     return RULES[rule](after_thought(text, thinks=False), gold)
 
 
-def mistakes(judge):
-    """-> the rows of the table that judge(rule, gold, text) gets wrong"""
-    return [row for row in ROWS if judge(row[0], row[2], row[3]) != bool(row[4])]
+def mistakes(judge, rows=ROWS):
+    """-> the rows that judge(rule, gold, text) gets wrong"""
+    return [row for row in rows if judge(row[0], row[2], row[3]) != bool(row[4])]
+
+
+def test_the_table():
+    assert mistakes(judged) == []
+    assert len(set(ROWS + FOOLED)) == len(ROWS + FOOLED) > 600
+    for rule in RULES:
+        right = [row[4] for row in ROWS if row[0] == rule]
+        assert min(right.count(0), right.count(1)) >= 20
+
+
+def test_what_fools_the_rules():
+    """Mended by accident or on purpose? Then the row belongs into the table."""
+    assert mistakes(judged, FOOLED) == FOOLED
+
+
+CARELESS = {  # rules that one might write in a line, and how many rows of the table fool them
+    "gold in text": (lambda rule, gold, text: gold in text, 250),
+    "the last word": (lambda rule, gold, text: text.split()[-1:] == [gold], 250),
+    "no thought is left out": (lambda rule, gold, text: RULES[rule](text, gold), 7),
+    "everything": (lambda rule, gold, text: True, 400),
+    "nothing": (lambda rule, gold, text: False, 240),
+}
+
+
+@pytest.mark.parametrize("name", CARELESS)
+def test_careless_rules_are_fooled(name):
+    judge, least = CARELESS[name]
+    assert len(mistakes(judge)) >= least
+
+
+@pytest.mark.parametrize("rule", RULES)
+def test_a_gold_answer_that_cannot_be_read_earns_nothing(rule):
+    for gold in UNREADABLE[rule]:
+        assert not any(judged(rule, gold, text) for text in [*TEXTS, gold, f"\\boxed{{{gold}}}"])
+    assert any(judged(rule, gold, text) for r, _, gold, text, _ in ROWS if r == rule)
+
+
+def test_no_text_is_right_whatever_is_asked():
+    """One text is one choice, one box and one last number at most; what contains everything is
+    paid for everything, and is the control."""
+    rng = random.Random(0)
+    pieces = [*"ABCDabc().,:/\n }-", " or ", "Answer: ", "The answer is ", "(B)", "\\boxed{", "41",
+              "42", "not ", "**", "\\text{", "is correct"]
+    soups = ["".join(rng.choices(pieces, k=rng.randint(1, 12))) for _ in range(3000)]
+    paid = Counter()
+    for text in TEXTS + soups:
+        for rule, golds in (("choice", "ABCDEFGHIJ"), ("boxed", ["41", "42", "A", "B"]),
+                            ("number", ["41", "42", "-42"]), ("contains", ["41", "42"])):
+            paid[rule, sum(judged(rule, gold, text) for gold in golds)] += 1
+    for rule in ("choice", "boxed", "number"):
+        assert paid[rule, 1] > 30 and paid[rule, 0] + paid[rule, 1] == len(TEXTS + soups)
+    assert paid["contains", 2] > 50
+
+
+@pytest.mark.parametrize("rule", RULES)
+def test_long_texts_take_no_time(rule):
+    start = time.perf_counter()
+    for piece in ("\\boxed{", "\\boxed{1}", "\\text{", "\\frac", "(", "{", "_", "\n", " ", "- ",
+                  "42 ", "A ", "A or ", "B\n", "(B) ", "it is B ", "answer is ", "option ", "not "):
+        text = piece * (10_000 // len(piece))
+        for end in ("", "}" * 2000, "B"):
+            for gold in ("B", "42", "no such words"):
+                judged(rule, gold, text + end)
+    assert time.perf_counter() - start < 10
