@@ -547,15 +547,26 @@ def find_checkpoint(path):
         from huggingface_hub import snapshot_download
         try:
             folder = snapshot_download(
-                path, allow_patterns=["*.json", "*.safetensors", "*.jinja"])
+                path, allow_patterns=["*.json", "*.safetensors", "*.jinja"],
+                ignore_patterns=["*/*", "consolidated*"])  # the same weights in other layouts
         except Exception as e:
-            reason = (str(e).strip().splitlines() or [type(e).__name__])[0]
             raise FileNotFoundError(
                 f"{shown(path)} is neither a local folder nor could it be downloaded from the "
-                f"hub: {reason[:300]}") from None
+                f"hub: {why_not(e)}") from None
     if not os.path.isfile(os.path.join(folder, "config.json")):
         raise FileNotFoundError(f"{folder} holds no config.json")
     return folder
+
+
+def why_not(error):
+    """What huggingface_hub raises, in a line that says what to do."""
+    from huggingface_hub.errors import GatedRepoError, RepositoryNotFoundError
+    if isinstance(error, GatedRepoError):
+        return ("its owner has not given you access: ask on the model's page, then log in or set "
+                "HF_TOKEN")
+    if isinstance(error, RepositoryNotFoundError):
+        return "no model has this name, or only those who log in may see it (HF_TOKEN)"
+    return " ".join(str(error).split())[:300] or type(error).__name__
 
 
 def read_config(file, device):
@@ -622,7 +633,7 @@ def read_safetensors(path):
     for shard, listed in shards.items():
         file = os.path.join(path, shard)
         if not os.path.isfile(file):  # a FIFO would be waited for
-            why = ""
+            why = ": weights are read from safetensors, no .bin"
             if listed:
                 why = ", although model.safetensors.index.json lists it"
             raise FileNotFoundError(f"{file} is missing or no file{why}")
