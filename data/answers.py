@@ -55,10 +55,11 @@ MARKED = [(re.compile(pattern), ODD) for pattern in (
     r"(?<=\d)\s*\^\s*[({][^(){}]*[)}]|(?<=\d)\s*\^(?![-+]?\d)|\^\s*[({][^(){}]*[)}]",  # 2^n
     r"(?<![\d:])\d+(?::\d+)+",                                                          # 12:30
     r"[-+] ?[-+] ?(?=[.\d])|±\s*")]                                                  # --5, ±5
-# LaTeX: spaces and sizes; what is put around words; what makes a box a part of something larger
+# LaTeX: spaces and sizes; what is put around words; what makes a box, here ODD, a part of a number
 LOOKS = re.compile(r"\\(?:left|right|displaystyle)(?![A-Za-z])|\\[,;:! ]|\*|(?<=^-)\s+")
 WRAP = re.compile(r"(?:\\(?:boxed|mbox|text\w*|math\w+)|^)\{([^{}]*)\}")
-GLUED = re.compile(r"(?:[-+\d^/.]|\\(?:times|cdot|pm)\s?)#|#(?:[\d^/{]|\.\d|\s?\\(?:times|cdot))")
+GLUED = re.compile(rf"(?:[-+\d^/]|\d\.|\\(?:times|cdot|pm)\s?){ODD}|"
+                   rf"{ODD}(?:[\d^/{{]|\.\d|\s?\\(?:times|cdot))")
 # in a box a number may have a name before it and a unit behind; no unit: thousand, or more
 COUNT = r"hundred|thousand|million|billion|dozen|squared|cubed|factorial|or|and|to|of|more|less"
 UNIT = re.compile(rf"^\s*[A-Za-z]\s*=|\^\{{?\\circ\}}?|(?<=\d)(?:\s|\\[,;:! ])*"
@@ -181,7 +182,7 @@ def boxed(text, gold):
     """The last \\boxed{...} holds the gold answer, and no other stands beside it: one number with
     its unit if gold is one, else the same words. A box that stays open holds nothing."""
     found = boxes(text)
-    if not found or GLUED.search(text[:found[-1][1]] + "#" + text[found[-1][2]:]):
+    if not found or GLUED.search(text[:found[-1][1]] + ODD + text[found[-1][2]:]):
         return False
     for i, (content, _, end) in enumerate(found[::-1]):
         if i and not HEDGE.fullmatch(text[end:found[-i][1]].casefold()):
