@@ -764,7 +764,7 @@ def test_no_text_is_right_whatever_is_asked():
             paid[rule, sum(judged(rule, gold, text) for gold in golds)] += 1
     for rule in ("choice", "boxed", "number"):
         assert paid[rule, 1] > 20 and paid[rule, 0] + paid[rule, 1] == len(TEXTS + soups)
-    assert paid["contains", 2] > 50
+    assert paid["contains", 2] > 20
 
 
 @pytest.mark.parametrize("rule", RULES)
