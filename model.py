@@ -1,6 +1,6 @@
 """
 A decoder-only transformer that reads real Hugging Face checkpoints: Llama (Llama 2/3.x,
-SmolLM2), Qwen2/2.5, Qwen3.
+SmolLM2), Qwen2/2.5, Qwen3, Mistral without its window.
 
 The idea. Attention is the only place where tokens meet, so this file leaves it to the
 caller. There is no batch dimension: `model(ids (N,), pos (N,), attend)` maps N tokens to N
@@ -43,12 +43,19 @@ from support.jsonfile import entry, read_json, shown
 MLP_ROWS = 2048  # rows of an MLP slice, see in_slices
 CHECKPOINT = dict(use_reentrant=False, preserve_rng_state=False)  # no random numbers are drawn here
 
-# which tensors an architecture has beyond the common ones; None: config.json's attention_bias says
+# the class of an architecture's language model in transformers, and which tensors it has beyond the
+# common ones; None: config.json's attention_bias says
 ARCHITECTURES = {
-    "llama": dict(qkv_bias=None, o_bias=None, qk_norm=False),
-    "qwen2": dict(qkv_bias=True, o_bias=False, qk_norm=False),
-    "qwen3": dict(qkv_bias=None, o_bias=None, qk_norm=True),
+    "llama": dict(name="LlamaForCausalLM", qkv_bias=None, o_bias=None, qk_norm=False),
+    "qwen2": dict(name="Qwen2ForCausalLM", qkv_bias=True, o_bias=False, qk_norm=False),
+    "qwen3": dict(name="Qwen3ForCausalLM", qkv_bias=None, o_bias=None, qk_norm=True),
+    "mistral": dict(name="MistralForCausalLM", qkv_bias=False, o_bias=False, qk_norm=False),
 }
+# keys of config.json that change what is computed, in families that are not read here (Granite,
+# Gemma, SmolLM3, MiniCPM, mixtures of experts): one that is not off is refused, whatever its family
+CHANGES = re.compile("multiplier|scal|soft_?cap|no_?rope|interleav|clip|window|chunk|expert|mrope|"
+                     "mup|qk_|query_|temperature_tuning|local_|global_|bidirect|alibi|non_causal")
+READ = ("rope_scaling", "sliding_window", "use_sliding_window", "max_window_layers")
 REQUIRED = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads",
             "vocab_size", "max_position_embeddings", "rms_norm_eps")
 LLAMA3 = ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
@@ -156,10 +163,15 @@ def refuse_unsupported(raw):
     missing = [key for key in REQUIRED if key not in raw]
     if missing:
         raise ValueError(f"config.json lacks {', '.join(missing)}")
+    refuse_changes(raw, ARCHITECTURES[arch]["name"])
     if entry(raw, "hidden_act", str, "silu") != "silu":
         raise ValueError(f"hidden_act={shown(raw['hidden_act'])} is not supported (silu is)")
     if entry(raw, "use_sliding_window", bool, False):
         raise ValueError("sliding-window attention (use_sliding_window) is not supported")
+    # Qwen2 writes a width that use_sliding_window switches on; Mistral's counts, and has a default
+    if arch == "mistral" and raw.get("sliding_window", 4096) is not None:
+        raise ValueError(f"sliding-window attention (sliding_window="
+                         f"{shown(raw.get('sliding_window', 4096))}) is not supported: null is")
     for kind in entry(raw, "layer_types", list, []):
         if kind != "full_attention":
             raise ValueError(f"layer_types: {shown(kind)} is not supported (full_attention is)")
@@ -167,11 +179,31 @@ def refuse_unsupported(raw):
         raise ValueError("quantised weights (quantization_config) are not supported")
 
 
+def refuse_changes(raw, name):
+    """Raises ValueError for another model on top of these layers, for code of its own, and for keys
+    by which others compute something else."""
+    for found in entry(raw, "architectures", list, []):
+        if found != name:
+            raise ValueError(f"architectures: {shown(found)} is not supported ({name} is)")
+    if raw.get("auto_map"):
+        raise ValueError("auto_map: a model with code of its own is not supported")
+    if not entry(raw, "is_causal", bool, True):
+        raise ValueError("is_causal=false is not supported")
+    for key, value in raw.items():
+        off = not value or value == 1 and value is not True
+        if CHANGES.search(key) and key not in READ and not off:
+            raise ValueError(f"{key[:100]}={shown(value)} is not supported")
+
+
 def read_rope(raw):
     """rope_theta, rope_type and what that type needs, as transformers 4 and 5 write them. Raises
     ValueError for a rope_type that is neither "default" nor "llama3"."""
     # transformers 5 has rope_parameters; before, rope_theta stood beside rope_scaling (or nothing)
-    rope = entry(raw, "rope_parameters", dict, {}) or entry(raw, "rope_scaling", dict, {})
+    rope, older = entry(raw, "rope_parameters", dict, {}), entry(raw, "rope_scaling", dict, {})
+    if rope and older and rope != older:
+        raise ValueError("rope_parameters and rope_scaling differ: which one counts?")
+    rope = rope or older
+    unknown = rope.keys() - {"rope_type", "type", "rope_theta", "partial_rotary_factor", *LLAMA3}
     kind = entry(rope, "rope_type", str, entry(rope, "type", str, "default"))
     theta = rope.get("rope_theta", raw.get("rope_theta"))
     if theta is None:
@@ -180,11 +212,13 @@ def read_rope(raw):
     for where in (raw, rope):
         if entry(where, "partial_rotary_factor", float, 1.0) != 1.0:
             raise ValueError("partial_rotary_factor other than 1 is not supported")
+    if kind not in ("default", "llama3"):
+        raise ValueError(f"rope_type {shown(kind)} is not supported (default and llama3 are)")
+    if unknown:
+        raise ValueError(f"{shown(min(unknown))} of rope_parameters is not supported")
     read = dict(rope_type=kind, rope_theta=number(dict(rope_theta=theta), "rope_theta"))
     if kind == "default":
         return read
-    if kind != "llama3":
-        raise ValueError(f"rope_type {shown(kind)} is not supported (default and llama3 are)")
     missing = [key for key in LLAMA3 if key not in rope]
     if missing:
         raise ValueError(f"rope_type llama3 needs {', '.join(missing)}")
@@ -513,15 +547,26 @@ def find_checkpoint(path):
         from huggingface_hub import snapshot_download
         try:
             folder = snapshot_download(
-                path, allow_patterns=["*.json", "*.safetensors", "*.jinja"])
+                path, allow_patterns=["*.json", "*.safetensors", "*.jinja"],
+                ignore_patterns=["*/*", "consolidated*"])  # the same weights in other layouts
         except Exception as e:
-            reason = (str(e).strip().splitlines() or [type(e).__name__])[0]
             raise FileNotFoundError(
                 f"{shown(path)} is neither a local folder nor could it be downloaded from the "
-                f"hub: {reason[:300]}") from None
+                f"hub: {why_not(e)}") from None
     if not os.path.isfile(os.path.join(folder, "config.json")):
         raise FileNotFoundError(f"{folder} holds no config.json")
     return folder
+
+
+def why_not(error):
+    """What huggingface_hub raises, in a line that says what to do."""
+    from huggingface_hub.errors import GatedRepoError, RepositoryNotFoundError
+    if isinstance(error, GatedRepoError):
+        return ("its owner has not given you access: ask on the model's page, then log in or set "
+                "HF_TOKEN")
+    if isinstance(error, RepositoryNotFoundError):
+        return "no model has this name, or only those who log in may see it (HF_TOKEN)"
+    return " ".join(str(error).split())[:300] or type(error).__name__
 
 
 def read_config(file, device):
@@ -588,7 +633,7 @@ def read_safetensors(path):
     for shard, listed in shards.items():
         file = os.path.join(path, shard)
         if not os.path.isfile(file):  # a FIFO would be waited for
-            why = ""
+            why = ": weights are read from safetensors, no .bin"
             if listed:
                 why = ", although model.safetensors.index.json lists it"
             raise FileNotFoundError(f"{file} is missing or no file{why}")

@@ -7,8 +7,10 @@ anything else is compared word for word, letters and units too. A policy finds w
 mistake. So a number that cannot be read as a whole (2^n, 12:30, 2½) counts as one of unknown value:
 it is never right, and never lets a part of itself be right.
 
-Left out: arithmetic (1/2 is not 0.5), numbers in words, digits of other scripts, choosing among
-several answers.
+Left out: arithmetic (1/2 is not 0.5), numbers in words (42 million counts as 42), digits of other
+scripts, choosing among several answers, and what a sentence means: "\\boxed{42} is wrong" is a box
+with 42, "not Paris" contains Paris, and so does a list of all cities. So take `contains` for
+answers that nobody lists. tests/test_answers.py has a table of what each rule is fooled by.
 """
 import re
 import unicodedata
@@ -53,6 +55,43 @@ MARKED = [(re.compile(pattern), ODD) for pattern in (
     r"(?<=\d)\s*\^\s*[({][^(){}]*[)}]|(?<=\d)\s*\^(?![-+]?\d)|\^\s*[({][^(){}]*[)}]",  # 2^n
     r"(?<![\d:])\d+(?::\d+)+",                                                          # 12:30
     r"[-+] ?[-+] ?(?=[.\d])|±\s*")]                                                  # --5, ±5
+# LaTeX: spaces and sizes; what is put around words; what makes a box, here ODD, a part of a number
+LOOKS = re.compile(r"\\(?:left|right|displaystyle)(?![A-Za-z])|\\[,;:! ]|\*|(?<=^-)\s+")
+WRAP = re.compile(r"(?:\\(?:boxed|mbox|text\w*|math\w+)|^)\{([^{}]*)\}")
+GLUED = re.compile(rf"(?:[-+\d^/]|\d\.|\\(?:times|cdot|pm)\s?){ODD}|"
+                   rf"{ODD}(?:[\d^/{{]|\.\d|\s?\\(?:times|cdot))")
+# in a box a number may have a name before it and a unit behind; no unit: thousand, or more
+COUNT = r"hundred|thousand|million|billion|dozen|squared|cubed|factorial|or|and|to|of|more|less"
+UNIT = re.compile(rf"^\s*[A-Za-z]\s*=|\^\{{?\\circ\}}?|(?<=\d)(?:\s|\\[,;:! ])*"
+                  rf"(?:\\(?:mbox|text\w*|mathrm)\{{(?![^{{}}]*\b(?:{COUNT})\b)[^{{}}\d]*\}}"
+                  rf"(?:\^\{{?[23]\}}?)?|\s(?!(?:{COUNT})\b)[A-Za-z]{{2,}})\s*$")
+# a letter that may be a choice: no part of a word, name or formula (AB, A's, C++, A.M., F(x)), no
+# article or pronoun (a dog, I think)
+ONE = (r"(?<![\w'’])(?:\(([A-J])\)|\[([A-J])\]"
+       r"|(?!(?-i:[a-jAI])(?:,|[^\S\n])[^\S\n]*(?!because|since|or\b|and\b|is\b)\w)"
+       r"([A-J])(?![\w'’+#=°^|(]|[-.&]\w|\s?=|\. ?(?-i:[A-Z])\.)\)?)")
+LABEL = r"(?:option|choice)?\s{0,9}"
+SAID = re.compile(
+    r"\b(?:answer|choice|option|ans)(?:\s{0,9}[:=]|['’]s\s|\s{1,9}(?:is|would be|should be|must be)"
+    rf"\b\s{{0,9}}:?)\s{{0,9}}{LABEL}{ONE}"
+    rf"|\b(?:choose|pick|select|go with|must be|it is|it's)\s{{1,9}}{LABEL}{ONE}"
+    rf"|{ONE} is (?:the )?(?:correct|right|answer|best (?:answer|choice|option))\b(?!\?)"
+    rf"|^[^\w\n]*(?:(?:answer|option|choice)[^\w\n]*)?{ONE}[^\w\n]*$", re.IGNORECASE | re.MULTILINE)
+LISTED = re.compile(rf"^[^\w\n]*{ONE}(?:(?<=[)\]])|[.:]| -|, ?(?:because|since)).*$",
+                    re.IGNORECASE | re.MULTILINE)
+# what stands before a choice that is denied; letters that are named; what may stand between two
+# that are both offered
+DENIED = re.compile(r"(?:\b(?:not|never|wrong|incorrect|except)\b|n['’]t\b)[^.!?\n,;:]*$",
+                    re.IGNORECASE)
+NAMED = re.compile(r"(?<!['’\w])(?!(?-i:[aAiI])[^\S\n]+(?!or\b|and\b)(?-i:[a-z]))([A-J])(?!['’\w])",
+                   re.IGNORECASE)
+BESIDE = re.compile(r"(?:\W|\b(?:or|and|maybe|perhaps|possibly|else|also|either|both|but|it|could|"
+                    r"might|may|be|is|the|correct|answer|option|choice)\b)*", re.IGNORECASE)
+OR_ELSE = re.compile(r".*\b(?:or|and)\b\W*", re.IGNORECASE)
+DRESS = re.compile(r"[*`$\"“”]|^#+|\\[ ()[\]]|(?<!\w)_|_(?!\w)", re.MULTILINE)
+# where whole words begin and end
+BEFORE = r"(?<!\w)(?<!\w')(?<!-)(?<!\d[.,/])"
+BEHIND = r"(?![\w+#])(?![-/]\w|[.,]\d|'(?!s\b)\w)"
 
 
 def plain(text):
@@ -139,6 +178,111 @@ def last_number(text, gold):
     return True
 
 
+def boxed(text, gold):
+    """The last \\boxed{...} holds the gold answer, and no other stands beside it: one number with
+    its unit if gold is one, else the same words. A box that stays open holds nothing."""
+    found = boxes(text)
+    if not found or GLUED.search(text[:found[-1][1]] + ODD + text[found[-1][2]:]):
+        return False
+    for i, (content, _, end) in enumerate(found[::-1]):
+        if i and not HEDGE.fullmatch(text[end:found[-i][1]].casefold()):
+            break
+        if not in_box(content, gold):
+            return False
+    return True
+
+
+def boxes(text):
+    """(content, start, end) of each \\boxed{...} that is in no other; [] if one stays open."""
+    found, end = [], 0
+    for m in re.finditer(r"\\boxed\s*\{", text):
+        if m.start() < end:
+            continue
+        depth, end = 1, m.end()
+        while depth and end < len(text):
+            depth += {"{": 1, "}": -1}.get(text[end], 0)
+            end += 1
+        if depth:
+            return []
+        found.append((text[m.end():end - 1], m.start(), end))
+    return found
+
+
+def in_box(content, gold):
+    content, gold = plain(content), plain(gold)
+    if is_number(gold):
+        number = unwrapped(UNIT.sub("", content))
+        return (is_number(number) and ".." not in content
+                and numbers(number)[0][0] == numbers(gold)[0][0])
+    content, gold = squeezed(content), squeezed(gold)
+    return bool(words(gold)) and gold in (content, re.sub(r"^[(\[]([^(),]*)[)\]]$", r"\1", content))
+
+
+def unwrapped(text):
+    """LaTeX without what changes only its looks."""
+    text = LOOKS.sub("", text)
+    for _ in range(4):  # what is nested deeper stays
+        text = WRAP.sub(r"\1", text)
+    return text.strip(" .$")
+
+
+def squeezed(text):
+    """LaTeX to compare: one way to write fractions and roots, no space but between digits."""
+    for short, whole in ((r"\\[dtc]frac", r"\\frac"), (r"\\frac(\d)(\d)", r"\\frac{\1}{\2}"),
+                         (r"\\sqrt(\w)", r"\\sqrt{\1}")):
+        text = re.sub(short, whole, text)
+    text = plain(unwrapped(text))
+    text = unicodedata.normalize("NFC", text).casefold()
+    return re.sub(r"(?<!\d)\s+|\s+(?!\d)", "", text)
+
+
+def choice(text, gold):
+    """The response says that its choice is gold, a letter from A to J: in words ("the answer is
+    B"), on a line of its own, or at the beginning of the only line that begins so. The last word
+    counts; different choices side by side are none."""
+    wanted = re.fullmatch(r"[(\[]?([A-J])[)\].:]*", gold.strip(), re.IGNORECASE)
+    text = DRESS.sub("", unwrapped(unicodedata.normalize("NFKC", plain(text))))
+    said = [m for m in SAID.finditer(text)
+            if not DENIED.search(text, max(0, m.start() - 80), m.start())]
+    said = said or [*LISTED.finditer(text)]
+    if not wanted or not said or letter(said[-1]) != wanted[1].upper():
+        return False
+    for before, after in zip(said[-2::-1], said[::-1]):
+        if not BESIDE.fullmatch(text, before.end(), after.start()):
+            break
+        if letter(before) != letter(after):
+            return False
+    return not offered_beside(text, said[-1])
+
+
+def letter(m):
+    """The letter that a match of SAID, LISTED or NAMED found, a capital."""
+    return m[m.lastindex].upper()
+
+
+def offered_beside(text, m):
+    """Does the same line offer another letter right before or after the one that m found?"""
+    start, end = m.span(m.lastindex)
+    named = [*NAMED.finditer(text)]
+    left = [(n, n.end(), start) for n in named if n.end() <= start][-1:]
+    right = [(n, end, n.start()) for n in named if n.start() >= end][:1]
+    for n, a, b in left + right:
+        between = text[a:b]
+        if letter(n) != letter(m) and "\n" not in between and (
+                BESIDE.fullmatch(between) or OR_ELSE.fullmatch(between)):
+            return True
+    return False
+
+
+def contains(text, gold):
+    """Gold occurs somewhere, as whole words or as a whole number."""
+    if is_number(gold):
+        return numbers(gold)[0][0] in [value for value, _, _ in numbers(text)]
+    text = re.sub(r"[*`]|(?<!\w)_|_(?!\w)", "", text)
+    gold, text = (words(t).replace("’", "'") for t in (gold, text))
+    return bool(gold) and re.search(f"{BEFORE}{re.escape(gold)}{BEHIND}", text) is not None
+
+
 def in_form(text, gold):
     """The fraction of gold's codes, numbers of four digits, that stand in their places; 0 if
     anything else differs from gold, or gold holds none."""
@@ -157,23 +301,6 @@ def after_thought(text, thinks):
     if "<think>" in rest or (thinks and not closed):
         return ""
     return rest.strip()
-
-
-def boxed(text, gold):
-    r"""The last \boxed{...} is the gold answer, by value or word for word."""
-    found = re.findall(r"\\boxed\{([^{}]*)\}", text)
-    return bool(found) and (last_number(found[-1], gold) or exact(found[-1], gold))
-
-
-def choice(text, gold):
-    """The last letter that stands alone is the gold one."""
-    found = re.findall(r"\b[A-Z]\b", text)
-    return bool(found) and found[-1] == gold.strip(" ().")
-
-
-def contains(text, gold):
-    """The gold answer stands somewhere in the text, as whole words."""
-    return bool(words(gold)) and f" {words(gold)} " in f" {words(text)} "
 
 
 RULES = dict(exact=exact, number=last_number, boxed=boxed, choice=choice, contains=contains)

@@ -39,6 +39,7 @@ MODELS = {
     "qwen3": (transformers.Qwen3Config, dict(head_dim=32)),
     "qwen3-bias": (
         transformers.Qwen3Config, dict(head_dim=32, attention_bias=True, rope_parameters=LLAMA3)),
+    "mistral": (transformers.MistralConfig, dict(head_dim=32, sliding_window=None)),
 }
 
 
@@ -164,7 +165,8 @@ def test_absent_head_dim_is_width_over_heads(tmp_path):
     assert gap.abs().max() <= 1e-4
     raw = json.loads((tmp_path / "config.json").read_text())
     # Qwen3's default does not depend on the width
-    assert Config.from_dict({**raw, "model_type": "qwen3"}).head_size == 128
+    raw |= dict(model_type="qwen3", architectures=["Qwen3ForCausalLM"])
+    assert Config.from_dict(raw).head_size == 128
 
 
 @pytest.mark.parametrize("change", (0.0, 1e-3), ids=("equal head", "another head"))
@@ -395,7 +397,122 @@ CONFIG_ERRORS = {
     "quantised weights": dict(quantization_config=dict(bits=4)),
     "4 query heads do not divide into 3": dict(num_key_value_heads=3),
     "partial_rotary_factor": dict(partial_rotary_factor=0.5),
+    "rope_parameters and rope_scaling differ": dict(
+        rope_scaling=dict(rope_type="yarn", factor=4.0)),
+    "'full_attention' of rope_parameters": dict(
+        rope_theta=1e4, rope_parameters=dict(full_attention=dict(rope_type="yarn"))),
+    "'mrope_section' of rope_parameters": dict(
+        rope_parameters=dict(rope_type="default", rope_theta=1e4, mrope_section=[16, 24, 24])),
+    "architectures: 'LlamaForSequenceClassification'": dict(
+        architectures=["LlamaForSequenceClassification"]),
+    "auto_map": dict(auto_map=dict(AutoModelForCausalLM="modeling_mine.Mine")),
+    "is_causal=false": dict(is_causal=False),
+    r"sliding-window attention \(sliding_window=4096\)": dict(
+        model_type="mistral", architectures=["MistralForCausalLM"], sliding_window=4096),
 }
+# keys of other families and values that change something; {key: a value that does not}
+CHANGES = dict(
+    embedding_multiplier=12.0, residual_multiplier=0.22, attention_multiplier=0.0156,
+    logits_scaling=8.0, logit_scale=0.0625, scale_emb=12, scale_depth=1.4, clip_qkv=8.0,
+    final_logit_softcapping=30.0, attn_logit_softcapping=50.0, query_pre_attn_scalar=256,
+    no_rope_layers=[1, 1, 1, 0], no_rope_layer_interval=4, rope_interleaved=True,
+    attention_chunk_size=8192, sliding_window_pattern=6, num_local_experts=8, num_experts=128,
+    use_mrope=True, use_qk_norm=True, attn_temperature_tuning=True, rope_local_base_freq=1e4,
+    use_bidirectional_attention=True, use_mup=True)
+HARMLESS = dict(
+    embedding_multiplier=1.0, residual_multiplier=1, final_logit_softcapping=None, num_experts=0,
+    rope_interleaved=False, use_mrope=False, no_rope_layers=[], sliding_window=4096,
+    max_window_layers=21, chunk_size_feed_forward=0, is_llama_config=True, pretraining_tp=1,
+    is_causal=True, auto_map=None)
+
+
+@pytest.mark.parametrize("key", CHANGES)
+def test_refuses_what_other_families_compute(key):
+    """A config that names a known family, with a key by which another computes something else."""
+    Config.from_dict(raw_config(**HARMLESS))  # the control
+    with pytest.raises(ValueError, match=f"{key}=.* is not supported"):
+        Config.from_dict(raw_config(**{key: CHANGES[key]}))
+
+
+def test_mistral_has_a_window_unless_it_says_null():
+    raw = raw_config(model_type="mistral", architectures=["MistralForCausalLM"])
+    assert "sliding_window" not in raw
+    for window in ({}, dict(sliding_window=4096), dict(sliding_window=32768)):
+        with pytest.raises(ValueError, match="sliding-window attention"):
+            Config.from_dict({**raw, **window})
+    assert Config.from_dict({**raw, "sliding_window": None}).arch == "mistral"
+
+
+# config.json of checkpoints on the hub, as far as this code reads it, and their parameters
+LLAMA32 = dict(rope_type="llama3", factor=32.0, low_freq_factor=1.0, high_freq_factor=4.0,
+               original_max_position_embeddings=8192)
+
+
+def shape(arch, *sizes, tied=False, theta=1e4, eps=1e-6, **more):
+    """sizes: width, MLP, layers, heads, KV heads, vocabulary, positions"""
+    keys = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads",
+            "num_key_value_heads", "vocab_size", "max_position_embeddings")
+    return dict(zip(keys, sizes), model_type=arch, rope_theta=theta, rms_norm_eps=eps,
+                tie_word_embeddings=tied, hidden_act="silu", **more)
+
+
+def qwen2(*sizes, **more):
+    return shape("qwen2", *sizes, use_sliding_window=False, sliding_window=sizes[-1],
+                 max_window_layers=21, **{"theta": 1e6, **more})
+
+
+FAMILIES = {  # name: config, parameters
+    "Llama-3.2-1B": (shape("llama", 2048, 8192, 16, 32, 8, 128256, 131072, tied=True, theta=5e5,
+                           head_dim=64, rope_scaling=LLAMA32), 1_235_814_400),
+    "Llama-3.2-3B": (shape("llama", 3072, 8192, 28, 24, 8, 128256, 131072, tied=True, theta=5e5,
+                           head_dim=128, rope_scaling=LLAMA32), 3_212_749_824),
+    "SmolLM2-135M": (shape("llama", 576, 1536, 30, 9, 3, 49152, 8192, tied=True, theta=1e5,
+                           rope_interleaved=False, is_llama_config=True), 134_515_008),
+    "SmolLM2-360M": (shape("llama", 960, 2560, 32, 15, 5, 49152, 8192, tied=True, theta=1e5,
+                           rope_interleaved=False), 361_821_120),
+    "SmolLM2-1.7B": (shape("llama", 2048, 8192, 24, 32, 32, 49152, 8192, tied=True, theta=13e4),
+                     1_711_376_384),
+    "TinyLlama-1.1B": (shape("llama", 2048, 5632, 22, 32, 4, 32000, 2048), 1_100_048_384),
+    "Falcon3-1B": (shape("llama", 2048, 8192, 18, 8, 4, 131072, 8192, theta=1000042,
+                         head_dim=256, activation="swiglu"), 1_669_408_768),
+    "Qwen2.5-0.5B": (qwen2(896, 4864, 24, 14, 2, 151936, 32768, tied=True), 494_032_768),
+    "Qwen2.5-1.5B": (qwen2(1536, 8960, 28, 12, 2, 151936, 32768, tied=True), 1_543_714_304),
+    "Qwen2.5-3B": (qwen2(2048, 11008, 36, 16, 2, 151936, 32768, tied=True), 3_085_938_688),
+    "Qwen2.5-Math-1.5B": (qwen2(1536, 8960, 28, 12, 2, 151936, 4096, tied=True, theta=1e4),
+                          1_543_714_304),
+    "DeepSeek-R1-Distill-Qwen-1.5B": (
+        qwen2(1536, 8960, 28, 12, 2, 151936, 131072, theta=1e4, use_mrope=False), 1_777_088_000),
+    "Qwen3-0.6B": (shape("qwen3", 1024, 3072, 28, 16, 8, 151936, 40960, tied=True, theta=1e6,
+                         head_dim=128), 596_049_920),
+    "Qwen3-1.7B": (shape("qwen3", 2048, 6144, 28, 16, 8, 151936, 40960, tied=True, theta=1e6,
+                         head_dim=128), 1_720_574_976),
+    "Qwen3-4B": (shape("qwen3", 2560, 9728, 36, 32, 8, 151936, 40960, tied=True, theta=1e6,
+                       head_dim=128), 4_022_468_096),
+    "Mistral-7B-v0.3": (shape("mistral", 4096, 14336, 32, 32, 8, 32768, 32768, theta=1e6,
+                              sliding_window=None), 7_248_023_552),
+}
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_families_have_as_many_parameters_as_they_say(name):
+    raw, parameters = FAMILIES[name]
+    with torch.device("meta"):
+        net = Transformer(Config.from_dict(raw))
+    assert sum(p.numel() for p in net.parameters()) == parameters
+    with torch.device("meta"):  # the control
+        other = Transformer(Config.from_dict(
+            raw | dict(tie_word_embeddings=not raw["tie_word_embeddings"])))
+    assert sum(p.numel() for p in other.parameters()) != parameters
+
+
+UNREAD = ("smollm3 olmo2 gemma3_text phi3 granite granitemoehybrid qwen3_moe qwen3_5 qwen3_next "
+          "lfm2 ministral ministral3").split()
+
+
+@pytest.mark.parametrize("arch", UNREAD)
+def test_families_that_are_refused_by_name(arch):
+    with pytest.raises(ValueError, match=f"unknown architecture model_type='{arch}': this code"):
+        Config.from_dict(raw_config(model_type=arch))
 
 
 def llama3(**keys):

@@ -1,7 +1,8 @@
 """
 data/tokenizer.py against the tokenizers library: tokenizers of every supported kind, trained
 here from nothing, must give the same ids on 3,000 generated strings, small random ones on all
-short strings. With SMD_REAL_WEIGHTS=folder holding smollm2/ and qwen/, the real ones too.
+short strings. With SMD_REAL_WEIGHTS=folder holding smollm2/ and qwen/, the real ones too, and with
+templates/ in it the chat templates of Qwen3 and Llama 3.2.
 """
 import copy
 import functools
@@ -17,7 +18,7 @@ import unicodedata
 import pytest
 
 from data import tokenizer as tokenizer_py
-from data.tasks import prompt_encoder
+from data.tasks import opens_thought, prompt_encoder
 from data.tokenizer import Tokenizer
 
 tokenizers = pytest.importorskip("tokenizers")
@@ -713,6 +714,171 @@ def test_bos_of_a_base_model(tmp_path, nested):
     content["post_processor"] = dict(type="BertProcessing", sep=["</s>", 259], cls=["<s>", 258])
     with pytest.raises(ValueError, match="post_processor 'BertProcessing' is not supported"):
         both(tmp_path, content)
+
+
+# Qwen3 and Llama 3.2: templates that do what theirs do, and theirs where the folder of real weights
+# holds templates/qwen3.jinja and templates/llama-3.2.jinja
+
+QWEN3 = """
+{%- for m in messages %}
+    {%- if m.role == 'assistant' and m.reasoning_content and loop.last %}
+        {%- set said = '<think>\n' + m.reasoning_content + '\n</think>\n\n' + m.content %}
+    {%- elif m.role == 'assistant' and loop.last %}
+        {%- set said = '<think>\n\n</think>\n\n' + m.content %}
+    {%- else %}
+        {%- set said = m.content.split('</think>')[-1].lstrip('\n') %}
+    {%- endif %}
+    {{- '<|im_start|>' ~ m.role ~ '\n' ~ said ~ '<|im_end|>\n' }}
+{%- endfor %}
+{%- if add_generation_prompt %}
+    {{- '<|im_start|>assistant\n' }}
+    {%- if not enable_thinking | default(true) %}{{ '<think>\n\n</think>\n\n' }}{% endif %}
+{%- endif %}"""
+LLAMA32 = """
+{{- bos_token }}
+{%- if date_string is undefined %}{% set date_string = strftime_now('%d %b %Y') %}{% endif %}
+{%- set system = '' %}
+{%- if messages and messages[0].role == 'system' %}
+    {%- set system = messages[0].content | trim %}
+    {%- set messages = messages[1:] %}
+{%- endif %}
+{%- macro turn(role) %}<|start_header_id|>{{ role }}<|end_header_id|>{{ '\n\n' }}{% endmacro %}
+{{- turn('system') ~ 'Cutting Knowledge Date: December 2023\nToday Date: ' ~ date_string }}
+{{- '\n\n' ~ system ~ '<|eot_id|>' }}
+{%- for m in messages %}{{ turn(m.role) ~ m.content | trim ~ '<|eot_id|>' }}{% endfor %}
+{%- if add_generation_prompt %}{{ turn('assistant') }}{% endif %}"""
+FAMILIES = {  # template, pattern, added tokens, those that stop, BOS, end of a turn
+    "qwen3": (QWEN3, QWEN, "<|endoftext|> <|im_start|> <|im_end|> <think> </think> <tool_call>",
+              "<|im_end|> <|endoftext|>", None, "<|im_end|>"),
+    "llama-3.2": (LLAMA32, LLAMA3, "<|begin_of_text|> <|end_of_text|> <|start_header_id|> "
+                  "<|end_header_id|> <|eom_id|> <|eot_id|>",
+                  "<|end_of_text|> <|eom_id|> <|eot_id|>", "<|begin_of_text|>", "<|eot_id|>"),
+}
+SAMPLES = {  # messages, arguments of the template
+    "a question": ([dict(role="user", content="What is 17 + 4?")], {}),
+    "a system prompt": ([dict(role="system", content=" Be brief. "), TALK[0]], {}),
+    "several turns": ([*TALK], {}),
+    "an answer last": (TALK[:2], dict(add_generation_prompt=False)),
+    "white space": ([dict(role="user", content="  a\n\n")], {}),
+    "thinks": (TALK, dict(enable_thinking=True)),
+    "does not think": (TALK, dict(enable_thinking=False)),
+    "a thought": ([TALK[0], dict(role="assistant", content="21", reasoning_content="17 + 4")],
+                  dict(add_generation_prompt=False)),
+    "another day": (TALK, dict(date_string="01 Jan 2025")),
+}
+
+
+def families(*names):
+    """Runs a test with the fixture `family` for each, with our template and with theirs."""
+    params = [(name, whose) for name in names for whose in ("ours", "theirs")]
+    return pytest.mark.parametrize("family", params, ids="-".join, indirect=True)
+
+
+@pytest.fixture
+def family(request, tmp_path):
+    """A small tokenizer with a family's pattern, added tokens and files. -> name, folder"""
+    name, whose = request.param
+    template, pattern, added, stops, bos, end = FAMILIES[name]
+    if whose == "theirs":
+        file = os.path.join(REAL or "", "templates", f"{name}.jinja")
+        if not REAL or not os.path.exists(file):
+            pytest.skip("SMD_REAL_WEIGHTS names no folder with templates")
+        template = read(file)
+    ids = {text: 256 + i for i, text in enumerate(added.split())}
+    special = {text: not text.startswith(("<th", "</th", "<tool")) for text in ids}
+    content = spec([*tokenizer_py.BYTE_OF], (), [
+        dict(id=i, content=text, special=special[text]) for text, i in ids.items()])
+    cut = dict(type="Split", pattern={"Regex": pattern}, behavior="Isolated", invert=False)
+    content["pre_tokenizer"] = dict(type="Sequence", pretokenizers=[
+        cut, BYTES | {"trim_offsets": True}])
+    config = dict(tokenizer_class="PreTrainedTokenizerFast", eos_token=end, chat_template=template)
+    if bos:
+        first, text = dict(id=bos, type_id=0), dict(id="A", type_id=0)
+        content["post_processor"] = dict(
+            type="TemplateProcessing", single=[{"SpecialToken": first}, {"Sequence": text}],
+            pair=[{"Sequence": text}], special_tokens={
+                bos: dict(id=bos, ids=[ids[bos]], tokens=[bos])})
+        config["bos_token"] = bos
+    else:
+        content["normalizer"] = {"type": "NFC"}
+    stops = [ids[text] for text in stops.split()]
+    write(tmp_path, "tokenizer.json", content)
+    write(tmp_path, "tokenizer_config.json", config)
+    write(tmp_path, "config.json", dict(model_type="llama", eos_token_id=stops[0]))
+    write(tmp_path, "generation_config.json", dict(eos_token_id=stops))
+    return name, str(tmp_path)
+
+
+@families(*FAMILIES)
+def test_families_equal_transformers(family):
+    """Ids of every sample that the template has arguments for; Llama's with a fixed day."""
+    name, folder = family
+    tok, hf = Tokenizer(folder), by_transformers(folder)
+    assert {"qwen3": "enable_thinking", "llama-3.2": "date_string"}[name] in tok.template.variables
+    seen = []
+    for what, (talk, arguments) in SAMPLES.items():
+        if arguments.keys() - {"add_generation_prompt"} - tok.template.variables:
+            with pytest.raises(ValueError, match="the chat template takes no argument"):
+                tok.chat(talk, **arguments)
+            continue
+        if name == "llama-3.2":
+            arguments = dict(date_string="26 Jul 2024") | arguments
+        theirs = rendered(hf, talk, **dict(add_generation_prompt=True) | arguments)
+        assert tok.chat(talk, **arguments) == theirs, what
+        seen.append(theirs)
+    assert len({tuple(ids) for ids in seen}) == len(seen) - (name == "qwen3")  # thinks: the default
+
+
+@families(*FAMILIES)
+def test_families_begin_once_and_stop_where_they_should(family):
+    name, folder = family
+    _, _, _, stops, bos, end = FAMILIES[name]
+    tok = Tokenizer(folder)
+    assert tok.stop_ids == tuple(sorted(tok.added[text] for text in stops.split()))
+    assert tok.notes == []
+    for talk, arguments in list(SAMPLES.values())[:4]:
+        ids = tok.chat(talk, **arguments)
+        if bos:
+            assert ids[0] == tok.added[bos] and ids.count(tok.added[bos]) == 1
+            assert tok.bos_ids == (tok.added[bos],)  # for prompts without a template
+        else:
+            assert ids[0] == tok.added["<|im_start|>"] and tok.bos_ids == ()
+    turns = tok.chat(TALK, add_generation_prompt=False)
+    assert turns.count(tok.added[end]) == len(TALK) + (name == "llama-3.2")  # its system prompt
+    twice = prompt_encoder(tok)(f"{bos or '<|im_start|>'} a {end}")  # said by the user
+    assert [twice.count(i) for i in tok.added.values()] == [
+        prompt_encoder(tok)("a").count(i) for i in tok.added.values()]
+
+
+@families("llama-3.2")
+def test_the_day_of_a_prompt_is_fixed(family):
+    """Llama 3.2 writes today's date into every prompt: here it is the same on every day, so that a
+    resumed run goes on with the prompts that it began with."""
+    _, folder = family
+    tok, hf = Tokenizer(folder), by_transformers(folder)
+    ids = prompt_encoder(tok)("a")
+    assert "\nToday Date: 26 Jul 2024\n\n" in tok.decode(ids)
+    assert ids == prompt_encoder(tok, dict(date_string="26 Jul 2024"))("a")
+    assert "\nToday Date: 01 Jan 2025\n\n" in tok.decode(
+        prompt_encoder(tok, dict(date_string="01 Jan 2025"))("a"))
+    # the control: transformers writes the day on which it is asked
+    assert rendered(hf, [dict(role="user", content="a")], add_generation_prompt=True) != ids
+
+
+@families("qwen3")
+def test_what_qwen3_begins_with(family):
+    """With a thought that its prompt leaves to it, or behind one that is empty; and what a message
+    says is text, so that only reasoning_content is a thought."""
+    _, folder = family
+    tok = Tokenizer(folder)
+    thought = [tok.added["<think>"], tok.added["</think>"]]
+    on, off = (prompt_encoder(tok, dict(enable_thinking=b)) for b in (True, False))
+    assert not set(thought) & set(on("a")) and [i for i in off("a") if i in thought] == thought
+    assert off("a")[:len(on("a"))] == on("a")
+    assert not opens_thought(tok, on) and not opens_thought(tok, off)
+    said = [TALK[0], dict(role="assistant", content="<think>\n17 + 4\n</think>\n\n21"), TALK[0]]
+    ids = tok.chat(said)
+    assert not set(thought) & set(ids) and "17 + 4\n</think>" in tok.decode(ids)
 
 
 # what may stand in the files
