@@ -43,7 +43,16 @@ from support.configurator import check_ranges, configure, help_if_asked
 from support.jsonfile import parse_object, shown
 from support.metrics import Metrics
 from support.optimizer import Masters
-from support.run import Run, choose_device, memory_of, one_line_errors, read_list, say, tell
+from support.run import (
+    Run,
+    choose_device,
+    memory_of,
+    one_line_errors,
+    progress,
+    read_list,
+    say,
+    tell,
+)
 
 OBJECTIVES = {"grpo": GRPO, "ppo": PPO, "dpo": DPO}
 TINY = os.path.join(os.path.dirname(os.path.abspath(__file__)), "data", "tiny")
@@ -180,7 +189,7 @@ def main(argv):
                        rollout_s=sampled - began, learn_s=time.time() - sampled)
             log["tokens_per_s"] = log["tokens"] / max(log["rollout_s"], 1e-9)
             run.log("step", log)
-            tell(f"{show(log)} | eta {run.minutes_left():.1f} min")
+            progress(show(log), end=f"eta {run.minutes_left():.1f} min")
             if run.step % c.save_every == 0 or run.step == c.steps - 1:
                 write_samples(run, batch[0], decode(tok, rollout)[0], rewards[0].tolist())
             run.memory["kv"] = rollout.kv
@@ -324,10 +333,10 @@ def facts(rollout, rewards):
 
 def evaluate(net, tok, problems, c, eviction, n, run=None):
     """Greedy reward on the first n held-out problems under `eviction`, the same for every seed.
-    -> dict of reward, length (mean, in tokens), samples (a line per problem) and, if keys are
-    evicted, accept and accept_p05: how much of the dense policy the sparse one covers, the sum over
-    the vocabulary of min(p_dense, p_shadow), mean and 5th percentile over tokens. None if run is
-    interrupted between two batches."""
+    -> dict of reward, length (mean, in tokens), samples (problem, response, reward of each) and, if
+    keys are evicted, accept and accept_p05: how much of the dense policy the sparse one covers, the
+    sum over the vocabulary of min(p_dense, p_shadow), mean and 5th percentile over tokens. None if
+    run is interrupted between two batches."""
     dense = eviction.method == "none"
     rewards, samples, overlap, tokens = [], [], [], 0
     for start in range(0, n, c.eval_batch):
@@ -341,7 +350,7 @@ def evaluate(net, tok, problems, c, eviction, n, run=None):
         judged = judge(batch, decode(tok, r, special=False), "held-out", first=start)
         for problem, (text,), (x,) in zip(batch, decode(tok, r), judged):
             rewards.append(x)
-            samples.append(sample(problem, text, x))
+            samples.append((problem, text, x))
         tokens += r.lengths.sum().item()
         for indices in micro_batches(r, 2, c.micro_rows):
             if not dense:
@@ -383,12 +392,22 @@ def evaluate_both(c, run, net, tok, problems):
         run.memory["best"] = e
     evals.append(e)
     for name, found in (("compressed", sparse), ("dense", dense)):
-        lines = "".join(found["samples"])
+        lines = "".join(sample(*response) for response in found["samples"])
         run.append("samples.txt", f"--- eval {run.step}, {name} cache\n{lines}")
-    run.log("eval", e)
+    run.log("eval", dict(e, texts=side_by_side(sparse["samples"], dense["samples"])))
     tell(f"eval {run.step:4d} | held-out reward ({n} problems), greedy: "
          f"compressed cache {e['eval_compressed']:.3f}, dense cache {e['eval_dense']:.3f}, "
          f"accept {e['eval_accept']:.3f} p05 {e['eval_accept_p05']:.3f}")
+
+
+def side_by_side(sparse, dense, n=4):
+    """The first n held-out problems with their responses under either cache, for the log."""
+    texts = []
+    for (problem, compressed, earned), (_, text, x) in list(zip(sparse, dense))[:n]:
+        texts.append(dict(
+            question=problem.text.strip().splitlines()[-1][:500], answer=problem.answer,
+            compressed=compressed, reward_compressed=earned, dense=text, reward_dense=x))
+    return texts
 
 
 def save(c, run, net, opt):

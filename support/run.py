@@ -45,15 +45,76 @@ SIGNALS = [getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGHUP")
 # what is printed
 
 def tell(text, stream=None):
-    """Print a line. Where that fails (a broken pipe, a full device, a closed stream) the line and
-    all that follow are dropped: no reason to stop."""
+    """Print a line, which stays. Where that fails (a broken pipe, a full device, a closed stream)
+    the line and all that follow are dropped: no reason to stop."""
+    LAST.wipe()
     put(text + "\n", stream or sys.stdout)
 
 
-def say(text, width=70):
-    """What is going on now, on a terminal only; the next line replaces it."""
-    if sys.stderr and not sys.stderr.closed and sys.stderr.isatty():
-        put("\r" + text[:width].ljust(width) + ("" if text else "\r"), sys.stderr)
+def progress(text, end):
+    """Print a step's line and its end. On a terminal the next one takes its place."""
+    if not is_terminal(sys.stdout):
+        tell(f"{text} | {end}")
+        return
+    LAST.step, LAST.end, LAST.now = text, f" | {end}", ""
+    LAST.draw()
+
+
+def say(text):
+    """What is going on now, on a terminal only; the next text takes its place, "" clears it."""
+    LAST.now = text
+    LAST.draw()
+
+
+class LastLine:
+    """The last line of a terminal, written again and again: a step, which is cut where it must be,
+    its end, and what is going on now. stream: where something stands there now, or None."""
+    step = end = now = ""
+    stream = None
+
+    def draw(self):
+        streams = [stream for stream in (sys.stdout, sys.stderr) if is_terminal(stream)]
+        if not streams:
+            return
+        width = columns(streams[0])
+        behind = self.end
+        if self.now:
+            behind += f" | {self.now}" if self.step else self.now
+        if self.step:
+            behind = behind[:width * 2 // 3]
+        text = self.step[:width - len(behind)] + behind[:width]
+        if text:
+            put("\r" + text.ljust(width), streams[0])
+            self.stream = streams[0]
+        else:
+            self.wipe()
+
+    def wipe(self):
+        if self.stream:
+            put("\r" + " " * columns(self.stream) + "\r", self.stream)
+        self.stream = None
+
+    def leave(self):
+        """Let it stand and forget it: what others print begins on a line of its own."""
+        if self.stream:
+            put("\n", self.stream)
+        self.step = self.end = self.now = ""
+        self.stream = None
+
+
+LAST = LastLine()
+
+
+def is_terminal(stream):
+    return bool(stream) and not stream.closed and stream.isatty()
+
+
+def columns(stream):
+    """How many a terminal's line has now, without the last: what fills it may scroll."""
+    try:
+        return (os.get_terminal_size(stream.fileno()).columns or 80) - 1
+    except (OSError, ValueError):
+        return 79
 
 
 def put(text, stream):
@@ -98,6 +159,8 @@ def one_line_errors(*kinds, also=None):
         sys.exit(" ".join(line.splitlines()))
     except KeyboardInterrupt:
         sys.exit(130)
+    finally:
+        LAST.leave()
 
 
 # the machine
@@ -361,6 +424,9 @@ class Run:
         if self.interrupted and number == getattr(signal, "SIGHUP", None):
             return  # a terminal that is closed sends it twice
         if self.interrupted:
+            with suppress(OSError):
+                if LAST.stream:
+                    os.write(LAST.stream.fileno(), b"\n")
             os._exit(128 + number)
         self.interrupted = number
         with suppress(OSError):  # print may be what was interrupted
