@@ -53,6 +53,7 @@ from support.run import (
     say,
     tell,
 )
+from support.tracker import TRACKERS, Tracker, check_tracker
 
 OBJECTIVES = {"grpo": GRPO, "ppo": PPO, "dpo": DPO}
 TINY = os.path.join(os.path.dirname(os.path.abspath(__file__)), "data", "tiny")
@@ -62,6 +63,7 @@ TINY = os.path.join(os.path.dirname(os.path.abspath(__file__)), "data", "tiny")
 out_dir = "out"          # folder for log.jsonl, samples.txt, config.json, ckpt.pt, model/, best/
 resume = False           # go on from out_dir/ckpt.pt
 overwrite = False        # throw away the run that out_dir holds
+tracker = "none"         # also show the log in tensorboard (out_dir/tensorboard) or wandb
 seed = 0
 device = "auto"          # auto: cuda if there is one; cpu, cuda, cuda:1
 dtype = "auto"           # of the weights: float32, bfloat16; auto: by size on cuda, else float32
@@ -125,7 +127,7 @@ CHOICES = dict(
     evict=list(EVICT), spread=list(SPREAD), objective=list(OBJECTIVES), learner=["shadow", "dense"],
     distill_to=["dense", "shadow"], distill_on=["all", "reward"], teacher=["other", "initial"],
     correction=["none", *CORRECTIONS], ratio_to=["learner", "sampler"], norm=list(NORMS),
-    dtype=["auto", "float32", "bfloat16"],
+    dtype=["auto", "float32", "bfloat16"], tracker=["none", *TRACKERS],
     eval_evict=["auto", *(name for name in EVICT if name != "none")])
 CUTS = "it cuts the support the learner scores, so every ratio would be biased"
 REFUSED = dict(top_p=CUTS, top_k=CUTS, min_p=CUTS)
@@ -141,8 +143,8 @@ RANGES = dict(
     beta=(1e-6, 100), beta2=(0, 0.9999), weight_decay=(0, 1), grad_clip=(1e-6, 1e6),
     seed=(0, 2**40))
 MAY_CHANGE = {  # on resume; the last two because a run may end for want of memory
-    "resume", "overwrite", "out_dir", "device", "steps", "eval_every", "eval_batch", "save_every",
-    "micro_rows", "checkpointing"}
+    "resume", "overwrite", "tracker", "out_dir", "device", "steps", "eval_every", "eval_batch",
+    "save_every", "micro_rows", "checkpointing"}
 # parameters; smaller models gain little or no time by bfloat16 (docs/reproduce.md), so dtype=auto
 # leaves them in float32
 BFLOAT16_FROM = 30_000_000
@@ -467,6 +469,7 @@ def settings(argv):
                          "file")
     if not c.out_dir:
         raise ValueError("out_dir is empty")
+    check_tracker(c.tracker)
     return c
 
 
@@ -508,6 +511,9 @@ def setup(argv):
     run.open()
     check_best(run)
     introduce(c, folder, net, problems=problems)
+    if c.tracker != "none":
+        done = run.memory.get("evals", [])[-1:]
+        run.tracker = Tracker(run, already=[e for e in done if e["step"] == run.step])
     return c, run, net, tok, problems, objective, opt, teacher
 
 

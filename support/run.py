@@ -35,8 +35,9 @@ except ImportError:  # Windows: two processes with one out_dir go unnoticed
 HELD = {}  # out_dir -> its file descriptor, open until this process ends
 GROWING = ("log.jsonl", "samples.txt")
 FILES = ("ckpt.pt", "ckpt-previous.pt", *GROWING, "config.json")
-FOLDERS = ("model", "best")
-LIST = "run.json"  # in FOLDERS: the step of the model, its reward, the names of its files
+MODELS = ("model", "best")
+FOLDERS = (*MODELS, "tensorboard")
+LIST = "run.json"  # in FOLDERS: the step of the model, its reward, the names of the run's files
 LAYOUT = dict(step=int, memory=dict, learner=dict, config=dict, identity=dict, sizes=dict)
 SIGNALS = [getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGHUP")
            if hasattr(signal, name)]
@@ -271,7 +272,7 @@ class Run:
     of c: path of what is read}, of which "model" is the folder that the model is loaded from. step:
     steps done. memory: what later steps must know beside the learner; JSON. learner: what `save`
     was given, after a resume. interrupted: the number of the signal that ends the run after this
-    step, or 0.
+    step, or 0. tracker: is told what is logged.
 
     Raises, before anything is written, ValueError if the folder holds another run, what the run
     reads or files that no run made, is in use, or holds a checkpoint that is damaged or of other
@@ -280,7 +281,7 @@ class Run:
     def __init__(self, c, may_change, identity=None, inputs=None):
         self.c, self.may_change, self.identity = c, may_change, identity or {}
         self.step, self.memory, self.learner = 0, {}, None
-        self.held, self.interrupted, self.beside = None, 0, {}
+        self.held, self.interrupted, self.beside, self.tracker = None, 0, {}, None
         self.saved, self.unsaved = None, not c.resume  # the checkpoint's step; is there more?
         if c.resume and c.overwrite:
             raise ValueError("resume=True goes on with a run, overwrite=True throws it away: say "
@@ -295,6 +296,10 @@ class Run:
         else:
             self.check_free()
         self.first = self.step  # at which this process began
+
+    @property
+    def resumed(self):
+        return self.learner is not None
 
     @property
     def finished(self):
@@ -414,7 +419,7 @@ class Run:
         else:
             for name in GROWING:
                 self.cut_back(name)
-        for folder in FOLDERS:
+        for folder in MODELS:
             os.makedirs(self.path(folder), exist_ok=True)
         settings = dict(vars(self.c), identity=self.identity)
         write_text(self.path("config.json"), json.dumps(settings, indent=2))
@@ -460,12 +465,14 @@ class Run:
             raise OSError(f"could not write {self.path(name)}: {e.strerror}") from None
 
     def log(self, kind, numbers):
-        """Add a line to log.jsonl. Raises FloatingPointError for a number that is not finite, which
-        JSON has not."""
+        """Add a line to log.jsonl and tell the tracker. Raises FloatingPointError for a number that
+        is not finite, which JSON has not."""
         for name, x in numbers.items():
             if isinstance(x, float) and not abs(x) < float("inf"):
                 raise FloatingPointError(f"{name} is {x} in step {self.step}; lower lr?")
         self.append("log.jsonl", json.dumps(dict(kind=kind, **numbers), allow_nan=False) + "\n")
+        if self.tracker:
+            self.tracker.log(numbers)
 
     def minutes_left(self):
         """After the step in progress, at the pace of this process so far."""
