@@ -30,30 +30,28 @@ LONGEST = 24  # characters of a name beside a line
 
 def read_runs(folders):
     """-> {name: dict(logs={0: rows})} of the folders' runs that have logged something. Raises
-    ValueError for a folder that is no run's, FileNotFoundError for one without a log."""
+    FileNotFoundError for a folder without a log that is no run's either, ValueError for a log that
+    train.py did not write."""
     runs = {}
-    for folder in folders:
+    for folder, name in names_of(folders).items():
         path = os.path.join(folder, "log.jsonl")
-        begun = is_of_a_run(os.path.join(folder, "config.json"))
-        if begun and not os.path.exists(path):
-            rows = []
-        else:
-            rows = read(path)
+        begun = is_of_a_run(os.path.join(folder, "config.json")) and not os.path.exists(path)
+        rows = [] if begun else read(path)
         if rows:
-            runs[name_of(folder, folders)] = dict(logs={0: rows})
+            runs[name] = dict(logs={0: rows})
         else:
             tell(f"{folder}: nothing logged yet")
     return runs
 
 
-def name_of(folder, folders):
-    """A folder's own name, or its path where another one is called the same; not longer than
-    LONGEST."""
-    names = [os.path.basename(os.path.abspath(f)) for f in folders]
-    name = os.path.basename(os.path.abspath(folder))
-    if names.count(name) > 1:
-        name = os.path.normpath(folder)
-    return name if len(name) <= LONGEST else f"{name[:10]}...{name[-11:]}"
+def names_of(folders):
+    """{folder: its own name, its path where two are called the same}; long ones without their
+    middle, unless that makes two of them one."""
+    paths = list(dict.fromkeys(map(os.path.normpath, folders)))
+    names = [os.path.basename(os.path.abspath(path)) for path in paths]
+    names = [path if names.count(name) > 1 else name for path, name in zip(paths, names)]
+    short = [name if len(name) <= LONGEST else f"{name[:10]}...{name[-11:]}" for name in names]
+    return dict(zip(paths, short if len({*short}) == len({*names}) else names))
 
 
 def draw_steps(ax, runs, key, last, **labels):

@@ -437,6 +437,8 @@ class Run:
         with suppress(OSError):  # print may be what was interrupted
             os.write(2, f"\n{signal.Signals(number).name}: finishing this step, then saving; once "
                      "more quits at once\n".encode())
+            if is_terminal(sys.stderr):  # where the cursor now is on a line of its own
+                LAST.stream = None
 
     # writing
 
