@@ -11,6 +11,7 @@ import sys
 import termios
 import threading
 import time
+from statistics import median
 
 import pytest
 import torch
@@ -140,6 +141,27 @@ def test_step_rows_of_an_empty_rollout(tmp_path):
                    f"--out_dir={tmp_path / 'out'}")
     row, = [row for row in rows_of(tmp_path / "out") if row["kind"] == "step"]
     assert row["pairs"] == 0 and row["lr"] > 0 and row["length"] > 0 and row["tokens_per_s"] > 0
+
+
+def test_the_soak_is_that_of_its_log():
+    """2,000 steps neither grow nor slow down by 5 %, and docs/reproduce.md says by how much."""
+    soak = os.path.join(ROOT, "results", "soak")
+    log = logs.read(os.path.join(soak, "kv-0.jsonl"))
+    assert logs.ended(log, 2000) and not logs.ended(log[:-1] + log[-2:], 2000)
+    assert [r["step"] for r in log if "eval_dense" in r] == list(range(0, 2001, 100))
+    seconds = [r["seconds"] for r in log if "reward" in r]
+    early, late = median(seconds[200:700]), median(seconds[-500:])
+    assert abs(late / early - 1) < 0.05
+    with open(os.path.join(soak, "memory.log")) as f:
+        samples = [line.split() for line in f if not line.startswith("#")]
+    sizes = [(int(step), int(kib)) for step, kib, *_ in samples if int(step) >= 200]
+    grown = max(kib for _, kib in sizes) / sizes[0][1] - 1
+    assert grown < 0.05 and sizes[-1][0] > 1900
+    with open(os.path.join(ROOT, "docs", "reproduce.md")) as f:
+        said = " ".join(f.read().split())
+    assert (f"from step {sizes[0][0]} on resident memory grew by {100 * grown:.1f} %, the median "
+            f"step of the last 500 took {1000 * late:.1f} ms, of steps 200 to 700 "
+            f"{1000 * early:.1f} ms") in said
 
 
 # a terminal
