@@ -1,12 +1,13 @@
 """
-The files of a run: out_dir with its lock, log.jsonl, samples.txt, config.json, ckpt.pt, model/ and
-best/; what a signal does; and what a run prints.
+The files of a run: out_dir with its lock, log.jsonl, samples.txt, config.json, ckpt.pt, model/,
+best/ and tensorboard/; what a signal does; and what a run prints.
 
 The idea. A folder belongs to one run and one process. A checkpoint knows how long log and samples
 were when it was written, and a resumed run cuts them back to that: wherever a run was cut, its
 files end as if it had not been. A model's folder holds a list of what a run wrote there, for which
-step: only that is ever removed. What cannot be printed is dropped: the log is the record. Nothing
-here knows what is trained.
+step: only that is ever removed. What cannot be printed is dropped: the log is the record. On a
+terminal the last line is written again and again, elsewhere a step is a line. Nothing here knows
+what is trained.
 """
 import json
 import os
@@ -429,7 +430,7 @@ class Run:
         if self.interrupted and number == getattr(signal, "SIGHUP", None):
             return  # a terminal that is closed sends it twice
         if self.interrupted:
-            with suppress(OSError):
+            with suppress(OSError, ValueError):
                 if LAST.stream:
                     os.write(LAST.stream.fileno(), b"\n")
             os._exit(128 + number)
