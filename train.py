@@ -45,7 +45,17 @@ from support.configurator import check_ranges, configure, help_if_asked
 from support.jsonfile import parse_object, shown
 from support.metrics import Metrics
 from support.optimizer import Masters
-from support.run import Run, choose_device, memory_of, one_line_errors, read_list, say, tell
+from support.run import (
+    Run,
+    choose_device,
+    memory_of,
+    one_line_errors,
+    progress,
+    read_list,
+    say,
+    tell,
+)
+from support.tracker import TRACKERS, Tracker, check_tracker
 
 OBJECTIVES = {"grpo": GRPO, "ppo": PPO, "dpo": DPO}
 TINY = os.path.join(os.path.dirname(os.path.abspath(__file__)), "data", "tiny")
@@ -55,6 +65,7 @@ TINY = os.path.join(os.path.dirname(os.path.abspath(__file__)), "data", "tiny")
 out_dir = "out"          # folder for log.jsonl, samples.txt, config.json, ckpt.pt, model/, best/
 resume = False           # go on from out_dir/ckpt.pt
 overwrite = False        # throw away the run that out_dir holds
+tracker = "none"         # also show the log in tensorboard (out_dir/tensorboard) or wandb
 seed = 0
 device = "auto"          # auto: cuda if there is one; cpu, cuda, cuda:1
 dtype = "auto"           # of the weights: float32, bfloat16; auto: by size on cuda, else float32
@@ -122,7 +133,7 @@ CHOICES = dict(
     evict=list(EVICT), spread=list(SPREAD), objective=list(OBJECTIVES), learner=["shadow", "dense"],
     distill_to=["dense", "shadow"], distill_on=["all", "reward"], teacher=["other", "initial"],
     correction=["none", *CORRECTIONS], ratio_to=["learner", "sampler"], norm=list(NORMS),
-    dtype=["auto", "float32", "bfloat16"],
+    dtype=["auto", "float32", "bfloat16"], tracker=["none", *TRACKERS],
     eval_evict=["auto", *(name for name in EVICT if name != "none")])
 CUTS = "it cuts the support the learner scores, so every ratio would be biased"
 REFUSED = dict(top_p=CUTS, top_k=CUTS, min_p=CUTS)
@@ -138,8 +149,8 @@ RANGES = dict(
     beta=(1e-6, 100), beta2=(0, 0.9999), weight_decay=(0, 1), grad_clip=(1e-6, 1e6),
     seed=(0, 2**40), shots=(0, 1000))
 MAY_CHANGE = {  # on resume; the last two because a run may end for want of memory
-    "resume", "overwrite", "out_dir", "device", "steps", "eval_every", "eval_batch", "save_every",
-    "micro_rows", "checkpointing"}
+    "resume", "overwrite", "tracker", "out_dir", "device", "steps", "eval_every", "eval_batch",
+    "save_every", "micro_rows", "checkpointing"}
 # parameters; smaller models gain little or no time by bfloat16 (docs/reproduce.md), so dtype=auto
 # leaves them in float32
 BFLOAT16_FROM = 30_000_000
@@ -187,7 +198,7 @@ def main(argv):
                        rollout_s=sampled - began, learn_s=time.time() - sampled)
             log["tokens_per_s"] = log["tokens"] / max(log["rollout_s"], 1e-9)
             run.log("step", log)
-            tell(f"{show(log)} | eta {run.minutes_left():.1f} min")
+            progress(show(log), end=f"eta {run.minutes_left():.1f} min")
             if run.step % c.save_every == 0 or run.step == c.steps - 1:
                 write_samples(run, batch[0], decode(tok, rollout)[0], rewards[0].tolist())
             run.memory["kv"] = rollout.kv
@@ -342,11 +353,11 @@ def facts(rollout, rewards, parts):
 
 def evaluate(net, tok, problems, c, eviction, n, run=None):
     """Greedy reward on the first n held-out problems under `eviction`, the same for every seed.
-    -> dict of reward, length (mean, in tokens), samples (a line per problem), a reward_NAME for
-    each that a function of one's own names and, if keys are evicted, accept and accept_p05: how
-    much of the dense policy the sparse one covers, the sum over the vocabulary of min(p_dense,
-    p_shadow), mean and 5th percentile over tokens. None if run is interrupted between two
-    batches."""
+    -> dict of reward, length (mean, in tokens), samples (problem, response, reward of each), a
+    reward_NAME for each number that a function of one's own names and, if keys are evicted, accept
+    and accept_p05: how much of the dense policy the sparse one covers, the sum over the vocabulary
+    of min(p_dense, p_shadow), mean and 5th percentile over tokens. None if run is interrupted
+    between two batches."""
     dense = eviction.method == "none"
     rewards, samples, overlap, tokens, parts = [], [], [], 0, {}
     for start in range(0, n, c.eval_batch):
@@ -363,7 +374,7 @@ def evaluate(net, tok, problems, c, eviction, n, run=None):
             parts.setdefault(name, []).extend(xs)
         for problem, (text,), (x,) in zip(batch, decode(tok, r), judged):
             rewards.append(x)
-            samples.append(sample(problem, text, x))
+            samples.append((problem, text, x))
         tokens += r.lengths.sum().item()
         for indices in micro_batches(r, 2, c.micro_rows):
             if not dense:
@@ -408,12 +419,22 @@ def evaluate_both(c, run, net, tok, problems):
         run.memory["best"] = e
     evals.append(e)
     for name, found in (("compressed", sparse), ("dense", dense)):
-        lines = "".join(found["samples"])
+        lines = "".join(sample(*response) for response in found["samples"])
         run.append("samples.txt", f"--- eval {run.step}, {name} cache\n{lines}")
-    run.log("eval", e)
+    run.log("eval", dict(e, texts=side_by_side(sparse["samples"], dense["samples"])))
     tell(f"eval {run.step:4d} | held-out reward ({n} problems), greedy: "
          f"compressed cache {e['eval_compressed']:.3f}, dense cache {e['eval_dense']:.3f}, "
          f"accept {e['eval_accept']:.3f} p05 {e['eval_accept_p05']:.3f}")
+
+
+def side_by_side(sparse, dense, n=4):
+    """The first n held-out problems with their responses under either cache, for the log."""
+    texts = []
+    for (problem, compressed, earned), (_, text, x) in list(zip(sparse, dense))[:n]:
+        texts.append(dict(
+            question=problem.text.strip().splitlines()[-1][:500], answer=problem.answer,
+            compressed=compressed, reward_compressed=earned, dense=text, reward_dense=x))
+    return texts
 
 
 def save(c, run, net, opt):
@@ -475,6 +496,7 @@ def settings(argv):
     check_name(c.reward)
     if not c.out_dir:
         raise ValueError("out_dir is empty")
+    check_tracker(c.tracker)
     return c
 
 
@@ -518,6 +540,9 @@ def setup(argv):
     if callable(rule):
         run.watch("reward", rule.file, rule.fingerprint)
     introduce(c, folder, net, problems=problems)
+    if c.tracker != "none":
+        done = run.memory.get("evals", [])[-1:]
+        run.tracker = Tracker(run, already=[e for e in done if e["step"] == run.step])
     return c, run, net, tok, problems, objective, opt, teacher
 
 

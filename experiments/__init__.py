@@ -1,1 +1,2 @@
-"""Programs that measure and draw: python -m experiments.ablate, variance, bench, draw, generate."""
+"""Programs that measure and draw: python -m experiments.ablate, plot, variance, bench, draw,
+generate."""

@@ -7,6 +7,7 @@ lines, pushed apart where they would overlap. Needs matplotlib; without it `figu
 import math
 import os
 import sys
+from functools import partial
 from statistics import fmean
 
 from experiments.logs import CACHES, LAST, MANY_SEEDS, over_seeds, series, smooth
@@ -53,6 +54,8 @@ def label(ax, ends):
     heights = places([y for _, y in points], gap=8.5 * pt / box.height, low=0.01, high=0.97)
     for (name, colour, _), point, y in zip(ends, points, heights):
         line = dict(arrowstyle="-", color=colour, lw=0.5, shrinkA=0, shrinkB=2, relpos=(0, 0.5))
+        if point[0] < 0.9:  # far from the end of the axis it would look like a curve
+            line["ls"] = (0, (1, 3))
         ax.annotate(name, xy=point, xytext=(1 + 16 * pt / box.width, y),
                     xycoords="axes fraction", textcoords="axes fraction", fontsize=7.5,
                     color=colour, va="center", annotation_clip=False, arrowprops=line,
@@ -89,21 +92,32 @@ def spread_of(ax, arms, key):
     return " (thin: single seeds)" if seeds < MANY_SEEDS else " (band: 95 % interval of the mean)"
 
 
+def reward_limits(arms, keys):
+    """Lowest and highest of an axis that shows all rewards; they may lie outside of 0 .. 1."""
+    rewards = [x for key in keys for a in arms.values() for s in series(a, key) for x in s] or [1]
+    lowest, highest = min(rewards), max(rewards)
+    top = 1.1 * highest
+    if highest <= 1:
+        top = min(1, max(1, math.ceil(11 * highest)) / 10)
+    return min(0, 1.1 * lowest), top
+
+
 def draw_reward(ax, arms, cache):
     ends = curve(ax, arms, CACHES[cache])
     more = spread_of(ax, arms, CACHES[cache])
-    highest = max((max(s) for key in CACHES.values() for a in arms.values()
-                   for s in series(a, key) if s), default=1)
-    top = min(1, max(1, math.ceil(11 * highest)) / 10)  # of both panels, which are to be compared
-    ax.set(ylabel="held-out reward", ylim=(0, top), title=f"Served {cache}{more}")
+    limits = reward_limits(arms, CACHES.values())  # of both panels, which are to be compared
+    ax.set(ylabel="held-out reward", ylim=limits, title=f"Served {cache}{more}")
     return ends
 
 
-def draw_gap(ax, arms):
-    ends = curve(ax, arms, "gap", smooth, positive=True)  # 0 has no logarithm
-    ax.set(ylabel=f"nats, mean of {LAST} steps", yscale="log",
+def draw_gap(ax, arms, last=LAST):
+    ends = curve(ax, arms, "gap", partial(smooth, last=last), positive=True)  # 0 has no logarithm
+    ax.set(ylabel=f"nats, mean of {last} steps", yscale="log",
            title="Gap: mean |log-prob of learner - sampler|")
     ax.minorticks_off()
+    low, high = ax.get_ylim()
+    wider = max(1, 10 * (low / high) ** 0.5)  # two powers of ten at least, so that one is named
+    ax.set_ylim(low / wider, high * wider)
     return ends
 
 
@@ -125,29 +139,37 @@ def figure(arms, path):
         tell("no figure: no run has ended", sys.stderr)
         return
     try:
-        import matplotlib
+        import matplotlib  # noqa: F401
     except ImportError:
         tell("no figure: it needs matplotlib (pip install matplotlib)", sys.stderr)
         return
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
+    panels = dict(A=partial(draw_reward, arms=arms, cache="compressed"),
+                  B=partial(draw_reward, arms=arms, cache="dense"), C=partial(draw_gap, arms=arms))
     # held-out acceptance, where logged, covers arms that replay one policy only
     logged = [key for key in ("eval_accept", "accept")
               if any(any(series(a, key)) for a in arms.values())]
+    if logged:
+        panels["D"] = partial(draw_acceptance, arms=arms, key=logged[0])
     steps = max(log[-1]["step"] for a in arms.values() for log in a["logs"].values())
     height = max(6, 0.36 * len(arms))  # inches; labels need room
+    write_panels(path, panels, steps, mosaic="AB;CD" if logged else "AB;CC", figsize=(9, height),
+                 height_ratios=(1.25, 1))
+
+
+def write_panels(path, panels, steps, **layout):
+    """Write a PNG. panels: {letter of the mosaic: function that draws on axes and returns ends for
+    `label`}."""
+    import matplotlib
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
     with plt.rc_context(PAGE):
-        fig, panels = plt.subplot_mosaic("AB;CD" if logged else "AB;CC", figsize=(9, height),
-                                         layout="constrained", height_ratios=(1.25, 1))
-        ends = dict(A=draw_reward(panels["A"], arms, "compressed"),
-                    B=draw_reward(panels["B"], arms, "dense"), C=draw_gap(panels["C"], arms))
-        if logged:
-            ends["D"] = draw_acceptance(panels["D"], arms, logged[0])
-        for ax in panels.values():
+        fig, axes = plt.subplot_mosaic(layout="constrained", **layout)
+        ends = {k: draw(axes[k]) for k, draw in panels.items()}
+        for ax in axes.values():
             ax.set(xlabel="step", xlim=(0, steps))
         # labels decide how much room is left for a panel, its height where they must stand
         for _ in range(2):
-            for k, ax in panels.items():
+            for k, ax in axes.items():
                 label(ax, ends[k])
             fig.draw_without_rendering()
         fig.savefig(path + ".tmp", dpi=200, format="png")

@@ -235,9 +235,9 @@ def results(a, key):
     return found
 
 
-def smooth(s):
+def smooth(s, last=LAST):
     """Mean over the last steps that are there."""
-    return [fmean(s[max(0, i + 1 - LAST):i + 1]) for i in range(len(s))]
+    return [fmean(s[max(0, i + 1 - last):i + 1]) for i in range(len(s))]
 
 
 def over_seeds(a, key, f=list):

@@ -1,12 +1,13 @@
 """
-The files of a run: out_dir with its lock, log.jsonl, samples.txt, config.json, ckpt.pt, model/ and
-best/; what a signal does; and what a run prints.
+The files of a run: out_dir with its lock, log.jsonl, samples.txt, config.json, ckpt.pt, model/,
+best/ and tensorboard/; what a signal does; and what a run prints.
 
 The idea. A folder belongs to one run and one process. A checkpoint knows how long log and samples
 were when it was written, and a resumed run cuts them back to that: wherever a run was cut, its
 files end as if it had not been. A model's folder holds a list of what a run wrote there, for which
-step: only that is ever removed. What cannot be printed is dropped: the log is the record. Nothing
-here knows what is trained.
+step: only that is ever removed. What cannot be printed is dropped: the log is the record. On a
+terminal the last line is written again and again, elsewhere a step is a line. Nothing here knows
+what is trained.
 """
 import json
 import os
@@ -35,8 +36,9 @@ except ImportError:  # Windows: two processes with one out_dir go unnoticed
 HELD = {}  # out_dir -> its file descriptor, open until this process ends
 GROWING = ("log.jsonl", "samples.txt")
 FILES = ("ckpt.pt", "ckpt-previous.pt", *GROWING, "config.json")
-FOLDERS = ("model", "best")
-LIST = "run.json"  # in FOLDERS: the step of the model, its reward, the names of its files
+MODELS = ("model", "best")
+FOLDERS = (*MODELS, "tensorboard")
+LIST = "run.json"  # in FOLDERS: the step of the model, its reward, the names of the run's files
 LAYOUT = dict(step=int, memory=dict, learner=dict, config=dict, identity=dict, sizes=dict)
 SIGNALS = [getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGHUP")
            if hasattr(signal, name)]
@@ -45,15 +47,76 @@ SIGNALS = [getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGHUP")
 # what is printed
 
 def tell(text, stream=None):
-    """Print a line. Where that fails (a broken pipe, a full device, a closed stream) the line and
-    all that follow are dropped: no reason to stop."""
+    """Print a line, which stays. Where that fails (a broken pipe, a full device, a closed stream)
+    the line and all that follow are dropped: no reason to stop."""
+    LAST.wipe()
     put(text + "\n", stream or sys.stdout)
 
 
-def say(text, width=70):
-    """What is going on now, on a terminal only; the next line replaces it."""
-    if sys.stderr and not sys.stderr.closed and sys.stderr.isatty():
-        put("\r" + text[:width].ljust(width) + ("" if text else "\r"), sys.stderr)
+def progress(text, end):
+    """Print a step's line and its end. On a terminal the next one takes its place."""
+    if not is_terminal(sys.stdout):
+        tell(f"{text} | {end}")
+        return
+    LAST.step, LAST.end, LAST.now = text, f" | {end}", ""
+    LAST.draw()
+
+
+def say(text):
+    """What is going on now, on a terminal only; the next text takes its place, "" clears it."""
+    LAST.now = text
+    LAST.draw()
+
+
+class LastLine:
+    """The last line of a terminal, written again and again: a step, which is cut where it must be,
+    its end, and what is going on now. stream: where something stands there now, or None."""
+    step = end = now = ""
+    stream = None
+
+    def draw(self):
+        streams = [stream for stream in (sys.stdout, sys.stderr) if is_terminal(stream)]
+        if not streams:
+            return
+        width = columns(streams[0])
+        behind = self.end
+        if self.now:
+            behind += f" | {self.now}" if self.step else self.now
+        if self.step:
+            behind = behind[:width * 2 // 3]
+        text = self.step[:width - len(behind)] + behind[:width]
+        if text:
+            put("\r" + text.ljust(width), streams[0])
+            self.stream = streams[0]
+        else:
+            self.wipe()
+
+    def wipe(self):
+        if self.stream:
+            put("\r" + " " * columns(self.stream) + "\r", self.stream)
+        self.stream = None
+
+    def leave(self):
+        """Let it stand and forget it: what others print begins on a line of its own."""
+        if self.stream:
+            put("\n", self.stream)
+        self.step = self.end = self.now = ""
+        self.stream = None
+
+
+LAST = LastLine()
+
+
+def is_terminal(stream):
+    return bool(stream) and not stream.closed and stream.isatty()
+
+
+def columns(stream):
+    """How many a terminal's line has now, without the last: what fills it may scroll."""
+    try:
+        return (os.get_terminal_size(stream.fileno()).columns or 80) - 1
+    except (OSError, ValueError):
+        return 79
 
 
 def put(text, stream):
@@ -98,6 +161,8 @@ def one_line_errors(*kinds, also=None):
         sys.exit(" ".join(line.splitlines()))
     except KeyboardInterrupt:
         sys.exit(130)
+    finally:
+        LAST.leave()
 
 
 # the machine
@@ -208,7 +273,7 @@ class Run:
     of c: path of what is read}, of which "model" is the folder that the model is loaded from. step:
     steps done. memory: what later steps must know beside the learner; JSON. learner: what `save`
     was given, after a resume. interrupted: the number of the signal that ends the run after this
-    step, or 0.
+    step, or 0. tracker: is told what is logged.
 
     Raises, before anything is written, ValueError if the folder holds another run, what the run
     reads or files that no run made, is in use, or holds a checkpoint that is damaged or of other
@@ -217,7 +282,7 @@ class Run:
     def __init__(self, c, may_change, identity=None, inputs=None):
         self.c, self.may_change, self.identity = c, may_change, identity or {}
         self.step, self.memory, self.learner = 0, {}, None
-        self.held, self.interrupted, self.beside = None, 0, {}
+        self.held, self.interrupted, self.beside, self.tracker = None, 0, {}, None
         self.saved, self.unsaved = None, not c.resume  # the checkpoint's step; is there more?
         if c.resume and c.overwrite:
             raise ValueError("resume=True goes on with a run, overwrite=True throws it away: say "
@@ -232,6 +297,10 @@ class Run:
         else:
             self.check_free()
         self.first = self.step  # at which this process began
+
+    @property
+    def resumed(self):
+        return self.learner is not None
 
     @property
     def finished(self):
@@ -351,7 +420,7 @@ class Run:
         else:
             for name in GROWING:
                 self.cut_back(name)
-        for folder in FOLDERS:
+        for folder in MODELS:
             os.makedirs(self.path(folder), exist_ok=True)
         settings = dict(vars(self.c), identity=self.identity)
         write_text(self.path("config.json"), json.dumps(settings, indent=2))
@@ -361,11 +430,16 @@ class Run:
         if self.interrupted and number == getattr(signal, "SIGHUP", None):
             return  # a terminal that is closed sends it twice
         if self.interrupted:
+            with suppress(OSError, ValueError):
+                if LAST.stream:
+                    os.write(LAST.stream.fileno(), b"\n")
             os._exit(128 + number)
         self.interrupted = number
         with suppress(OSError):  # print may be what was interrupted
             os.write(2, f"\n{signal.Signals(number).name}: finishing this step, then saving; once "
                      "more quits at once\n".encode())
+            if is_terminal(sys.stderr):  # where the cursor now is on a line of its own
+                LAST.stream = None
 
     # writing
 
@@ -394,12 +468,14 @@ class Run:
             raise OSError(f"could not write {self.path(name)}: {e.strerror}") from None
 
     def log(self, kind, numbers):
-        """Add a line to log.jsonl. Raises FloatingPointError for a number that is not finite, which
-        JSON has not."""
+        """Add a line to log.jsonl and tell the tracker. Raises FloatingPointError for a number that
+        is not finite, which JSON has not."""
         for name, x in numbers.items():
             if isinstance(x, float) and not abs(x) < float("inf"):
                 raise FloatingPointError(f"{name} is {x} in step {self.step}; lower lr?")
         self.append("log.jsonl", json.dumps(dict(kind=kind, **numbers), allow_nan=False) + "\n")
+        if self.tracker:
+            self.tracker.log(numbers)
 
     def watch(self, key, file, fingerprint):
         """Say so where a file, which may change, is another than when the run was saved."""

@@ -1,0 +1,113 @@
+"""
+Curves of runs of train.py, also while they run.
+
+    python -m experiments.plot out                       # draws plot.png; needs matplotlib
+    python -m experiments.plot out out-naive --out=both.png
+
+The idea. What one watches: the sampled reward and the length of responses, the held-out reward
+under both caches, gap and acceptance. A run is named by its folder. It may be at its beginning, at
+work, cut or resumed: whatever whole lines its log has are drawn, and a name stands where its line
+ends. A thin line is a step's own value. Groups of runs with seeds and intervals: ablate.py.
+"""
+import os
+from functools import partial
+
+from experiments.curves import (
+    curve,
+    draw_acceptance,
+    draw_gap,
+    draw_reward,
+    look,
+    reward_limits,
+    write_panels,
+)
+from experiments.logs import LAST, read, smooth
+from support.configurator import Arguments, make_folder
+from support.run import is_of_a_run, one_line_errors, tell
+
+LONGEST = 24  # characters of a name beside a line
+
+
+def read_runs(folders):
+    """-> {name: dict(logs={0: rows})} of the folders' runs that have logged something. Raises
+    FileNotFoundError for a folder without a log that is no run's either, ValueError for a log that
+    train.py did not write."""
+    runs = {}
+    for folder, name in names_of(folders).items():
+        path = os.path.join(folder, "log.jsonl")
+        begun = is_of_a_run(os.path.join(folder, "config.json")) and not os.path.exists(path)
+        rows = [] if begun else read(path)
+        if rows:
+            runs[name] = dict(logs={0: rows})
+        else:
+            tell(f"{folder}: nothing logged yet")
+    return runs
+
+
+def names_of(folders):
+    """{folder: its own name, its path where two are called the same}; long ones without their
+    middle, unless that makes two of them one."""
+    paths = list(dict.fromkeys(map(os.path.normpath, folders)))
+    names = [os.path.basename(os.path.abspath(path)) for path in paths]
+    names = [path if names.count(name) > 1 else name for path, name in zip(paths, names)]
+    short = [name if len(name) <= LONGEST else f"{name[:10]}...{name[-11:]}" for name in names]
+    return dict(zip(paths, short if len({*short}) == len({*names}) else names))
+
+
+def draw_steps(ax, runs, key, last, **labels):
+    """What each step logged under key, and the mean of the last ones."""
+    for i, run in enumerate(runs.values()):
+        rows = [r for r in run["logs"][0] if key in r]
+        ax.plot([r["step"] for r in rows], [r[key] for r in rows], color=look(i)["color"], lw=0.5,
+                alpha=0.25)
+    ax.set(**labels)
+    return curve(ax, runs, key, partial(smooth, last=last))
+
+
+def draw_evaluations(ax, draw, **options):
+    """What `draw` draws, each evaluation with a mark: there may be one only."""
+    ends = draw(ax, **options)
+    for line in ax.lines:
+        line.set(marker="o", markersize=2.5)
+    return ends
+
+
+def draw(runs, path):
+    """Write the curves to path, for a page 900 px wide."""
+    steps = max(run["logs"][0][-1]["step"] for run in runs.values())
+    last = max(LAST, steps // 50)  # steps over which noisy numbers are averaged
+    panels = dict(
+        A=partial(draw_steps, runs=runs, key="reward", last=last, ylabel="sampled reward",
+                  ylim=reward_limits(runs, ["reward"]), title=f"Reward, mean of {last} steps"),
+        B=partial(draw_steps, runs=runs, key="length", last=last, ylabel="tokens", ylim=(0, None),
+                  title=f"Length of responses, mean of {last} steps"),
+        C=partial(draw_evaluations, draw=draw_reward, arms=runs, cache="compressed"),
+        D=partial(draw_evaluations, draw=draw_reward, arms=runs, cache="dense"),
+        E=partial(draw_gap, arms=runs, last=last),
+        F=partial(draw_evaluations, draw=draw_acceptance, arms=runs, key="eval_accept"))
+    write_panels(path, panels, max(1, steps), mosaic="AB;CD;EF",
+                 figsize=(9, max(7.5, 0.54 * len(runs))))
+
+
+def main(argv=None):
+    a = Arguments(prog="plot", description="draw the curves of runs of train.py")
+    a.add_argument("folders", nargs="+", metavar="out_dir", help="folders of runs")
+    a.add_argument("--out", default="plot.png", help="a .png")
+    a = a.parse_args(argv)
+    with one_line_errors(ValueError, OSError):
+        if not a.out.endswith(".png") or os.path.isdir(a.out):
+            raise ValueError(f"--out must name a .png, got {a.out!r}")
+        runs = read_runs(a.folders)
+        if not runs:
+            raise ValueError("nothing to draw yet: no step and no evaluation")
+        try:
+            import matplotlib  # noqa: F401
+        except ImportError:
+            raise ValueError("curves need matplotlib: pip install matplotlib") from None
+        make_folder(os.path.dirname(a.out) or ".")
+        draw(runs, a.out)
+        tell(f"{len(runs)} {'run' if len(runs) == 1 else 'runs'} drawn to {a.out}")
+
+
+if __name__ == "__main__":
+    main()

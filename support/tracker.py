@@ -1,0 +1,93 @@
+"""
+A run's numbers in TensorBoard or Weights & Biases, if asked for.
+
+The idea. log.jsonl is the record, a tracker a second look at it: the numbers of its rows under the
+names that they have there, by step. So a tracker never ends a run: what fails is said once, and the
+run goes on without. A package is imported only if it is asked for.
+
+Steps that are done again after a kill are there once. TensorBoard drops what it has from the step
+that is resumed on; W&B keeps what it has, as it takes no earlier step. The evaluation before that
+step is not done again, so it is handed over again.
+
+Left out: texts, histograms, weights; W&B's own switches are its environment variables.
+"""
+import importlib
+import os
+
+from support.run import LIST, read_list, tell
+
+
+class TensorBoard:
+    """Event files in out_dir/tensorboard, listed there so that a later run may remove them."""
+
+    def __init__(self, run):
+        from torch.utils.tensorboard import SummaryWriter
+        folder = run.path("tensorboard")
+        os.makedirs(folder, exist_ok=True)
+        there, before = set(os.listdir(folder)), read_list(folder)[1]
+        self.writer = SummaryWriter(folder, purge_step=run.step if run.resumed else None)
+        made = sorted(set(os.listdir(folder)) - there)
+        run.write_list(folder, step=None, reward=None, files=[*before, *made, LIST])
+
+    def log(self, step, numbers):
+        for name, x in numbers.items():
+            self.writer.add_scalar(name, x, step)
+        self.writer.flush()  # whoever watches sees it now
+
+
+class WandB:
+    """A run of W&B, whose id is part of a checkpoint; its own files are in out_dir/wandb."""
+
+    def __init__(self, run):
+        import wandb
+        self.run = wandb.init(
+            id=run.memory.get("wandb"), resume="allow", dir=run.c.out_dir, name=run.c.out_dir,
+            config=vars(run.c), allow_val_change=True, settings=wandb.Settings(console="off"))
+        run.memory["wandb"] = self.run.id
+
+    def log(self, step, numbers):
+        if step >= self.run.step:  # what it would ignore, with a warning each time
+            self.run.log(numbers, step=step)
+
+
+TRACKERS = {"tensorboard": TensorBoard, "wandb": WandB}  # by the package that each needs
+
+
+def check_tracker(name):
+    """Raise ValueError unless the package of a tracker is here; "none" needs none."""
+    if name == "none":
+        return
+    try:
+        importlib.import_module(name)
+    except Exception as e:  # whatever a broken installation raises
+        why = " ".join(f"{type(e).__name__}: {e}".split())
+        raise ValueError(f"tracker={name} needs the package {name} (pip install {name}); "
+                         f"--tracker=none does without: {why:.200}") from None
+
+
+class Tracker:
+    """Hands the rows of run's log on to run.c.tracker. already: rows of the step that is resumed,
+    which stand in the log."""
+
+    def __init__(self, run, already):
+        self.name, self.to = run.c.tracker, None
+        self.attempt(self.start, run)
+        for row in already:
+            self.log(row)
+
+    def start(self, run):
+        self.to = TRACKERS[self.name](run)
+
+    def log(self, row):
+        if self.to:
+            numbers = {name: x for name, x in row.items()
+                       if isinstance(x, (int, float)) and name != "step"}
+            self.attempt(self.to.log, row["step"], numbers)
+
+    def attempt(self, act, *args):
+        try:
+            act(*args)
+        except Exception as e:
+            self.to = None
+            why = " ".join(f"{type(e).__name__}: {e}".split())
+            tell(f"{self.name} failed and gets no more numbers, log.jsonl has them all: {why:.200}")

@@ -1,0 +1,152 @@
+"""experiments/plot.py: which runs it reads, at work or ended, and that it draws them."""
+import json
+import os
+import sys
+
+import pytest
+
+from conftest import train_here
+from experiments import curves, plot
+from experiments.logs import smooth
+
+KV = dict(kv_kept=1, kv_dense=3, kv_dense_shared=2)
+
+
+def rows(steps, every=2, reward=0.5, evals=True):
+    """The log of a run that is at work: it ends with a step."""
+    log = []
+    for step in range(steps):
+        if evals and step % every == 0:
+            log.append(dict(kind="eval", step=step, eval_compressed=reward, eval_dense=0.75,
+                            eval_accept=0.9, eval_accept_p05=0.5, texts=[dict(question="?")]))
+        log.append(dict(kind="step", step=step, reward=reward, length=4 + step % 2, gap=1e-6,
+                        accept=0.9, accept_p05=0.5, rollout_s=1.0, learn_s=1.0, **KV))
+    return log
+
+
+def put(folder, log, more=""):
+    """A folder of a run, as train.py leaves it."""
+    os.makedirs(folder, exist_ok=True)
+    with open(os.path.join(folder, "config.json"), "w") as f:
+        json.dump(dict(out_dir="out", resume=False, overwrite=False, steps=9), f)
+    if log is not None:
+        with open(os.path.join(folder, "log.jsonl"), "w") as f:
+            f.write("".join(json.dumps(row) + "\n" for row in log) + more)
+    return str(folder)
+
+
+def test_runs_at_work_are_read(tmp_path, capsys):
+    """Half a last line, no evaluation yet, nothing yet, one that ended: each as far as it is."""
+    log = rows(5)
+    whole, half = put(tmp_path / "whole", log), put(tmp_path / "half", log[:4], '{"kind": "st')
+    first, began = put(tmp_path / "first", log[:1]), put(tmp_path / "began", None)
+    no_eval = put(tmp_path / "no_eval", rows(3, evals=False))
+    runs = plot.read_runs([whole, half, first, began, no_eval])
+    assert list(runs) == ["whole", "half", "first", "no_eval"]
+    assert runs["whole"]["logs"][0] == log and runs["half"]["logs"][0] == log[:4]
+    assert capsys.readouterr().out == f"{began}: nothing logged yet\n"
+    with open(os.path.join(half, "log.jsonl"), "a") as f:  # the control: the line is finished
+        f.write('ep"}\n')
+    with pytest.raises(ValueError, match="half/log.jsonl, line 5: step must be a whole number"):
+        plot.read_runs([half])
+
+
+def test_a_resumed_run_is_read(tmp_path):
+    """A line for each step and evaluation, though the first process ended with an evaluation that
+    the second does not make again."""
+    out = str(tmp_path / "out")
+    train_here("--steps=1", "--eval_every=1", f"--out_dir={out}")
+    first, = plot.read_runs([out]).values()
+    train_here("--steps=2", "--eval_every=1", "--resume=True", f"--out_dir={out}")
+    both, = plot.read_runs([out]).values()
+    assert [r["step"] for r in first["logs"][0]] == [0, 0, 1]
+    assert [r["step"] for r in both["logs"][0]] == [0, 0, 1, 1, 2]
+
+
+def test_names_are_those_of_folders(tmp_path, monkeypatch):
+    (tmp_path / "here").mkdir()
+    monkeypatch.chdir(tmp_path / "here")
+    assert plot.names_of(["out/", "out", "."]) == {"out": "out", ".": "here"}
+    assert plot.names_of(["a/out", "b/out"]) == {"a/out": "a/out", "b/out": "b/out"}
+    long = ["x" * 10 + f"-{i}-" + "y" * 20 for i in range(2)]
+    assert plot.names_of(long[:1])[long[0]] == "x" * 10 + "..." + "y" * 11
+    assert plot.names_of(long) == dict(zip(long, long))  # cut they would be one
+
+
+@pytest.mark.parametrize("argv, says", [
+    (["run", "--out=x.pdf"], "--out must name a .png, got 'x.pdf'"), ([], "out_dir"),
+    (["none"], "none/log.jsonl is missing"), (["empty"], "empty/log.jsonl is missing"),
+    (["began"], "nothing to draw yet"), (["twice"], "twice/log.jsonl, line 3: step 0 is out of")])
+def test_refused_in_one_line(argv, says, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    put("run", rows(2))
+    put("began", None)
+    put("twice", [*rows(1), *rows(1)])
+    os.mkdir("empty")
+    with pytest.raises(SystemExit) as e:
+        plot.main(argv)
+    assert str(e.value).startswith("error: ") and says in str(e.value)
+    assert "\n" not in str(e.value) and not os.path.exists("plot.png")
+
+
+def test_without_matplotlib_one_line_says_so(tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    with pytest.raises(SystemExit, match="^error: curves need matplotlib: pip install matplotlib"):
+        plot.main([put(tmp_path / "a", rows(2)), f"--out={tmp_path / 'new' / 'a.png'}"])
+    assert not (tmp_path / "new").exists()
+
+
+@pytest.mark.parametrize("logs", [
+    [rows(1, evals=False)], [rows(1)[:1]], [rows(12), rows(3), rows(2)[:1], rows(4, reward=-3.0)]])
+def test_the_curves_are_drawn(logs, tmp_path, capsys):
+    """One step, one evaluation, runs of different lengths, rewards outside of 0 to 1."""
+    pytest.importorskip("matplotlib")
+    import matplotlib.image
+    folders = [put(tmp_path / f"run{i}", log) for i, log in enumerate(logs)]
+    path = tmp_path / "new" / "plot.png"
+    plot.main([*folders, f"--out={path}"])
+    image = matplotlib.image.imread(path)
+    assert image.shape[:2] == (1500, 1800) and image.std() > 0.02
+    said = "1 run" if len(logs) == 1 else f"{len(logs)} runs"
+    assert capsys.readouterr().out == f"{said} drawn to {path}\n"
+    assert [p.name for p in path.parent.iterdir()] == ["plot.png"]
+
+
+def test_what_the_panels_show():
+    """Lines of a run's own values and of their means, evaluations with marks, limits that hold
+    all of them."""
+    figure = pytest.importorskip("matplotlib.figure")
+    log = [dict(row, reward=float(row["step"] % 2)) if "reward" in row else row for row in rows(6)]
+    runs = dict(a=dict(logs={0: log}), b=dict(logs={0: rows(3, reward=2.0)}))
+    ax = figure.Figure().subplots()
+    ends = plot.draw_steps(ax, runs, key="reward", last=2,
+                           ylim=curves.reward_limits(runs, ["reward"]))
+    lines = [list(map(list, zip(*line.get_data()))) for line in ax.lines]
+    assert lines[0] == [[step, step % 2] for step in range(6)]
+    assert lines[1] == [[step, 2] for step in range(3)]
+    assert lines[2] == [[0, 0]] + [[step, 0.5] for step in range(1, 6)]
+    assert ends == [("a", curves.COLOURS[0], (5, 0.5)), ("b", curves.COLOURS[1], (2, 2.0))]
+    assert ax.get_ylim() == (0, pytest.approx(2.2))
+
+    ax = figure.Figure().subplots()
+    ends = plot.draw_evaluations(ax, curves.draw_reward, arms=runs, cache="dense")
+    assert [line.get_marker() for line in ax.lines] == ["o"] * len(ax.lines)
+    assert [end[2] for end in ends] == [(4, 0.75), (2, 0.75)]
+
+    ax = figure.Figure().subplots()
+    assert plot.draw_steps(ax, dict(a=dict(logs={0: rows(1)[:1]})), key="reward", last=2) == []
+
+
+def test_pieces_by_hand():
+    assert smooth([1, 2, 3, 6], last=2) == [1, 1.5, 2.5, 4.5] != smooth([1, 2, 3, 6])
+    runs = dict(a=dict(logs={0: [dict(x=-2.0), dict(x=0.5)]}))
+    assert curves.reward_limits(runs, ["x"]) == (pytest.approx(-2.2), 0.6)
+    assert curves.reward_limits(runs, ["y"]) == (0, 1)
+    figure = pytest.importorskip("matplotlib.figure")
+    for gaps, powers in (([1e-6, 2e-6], 2), ([1e-7, 1e-1], 6.6)):  # with margins
+        ax = figure.Figure().subplots()
+        log = [dict(step=step, gap=gap) for step, gap in enumerate(gaps)]
+        curves.draw_gap(ax, dict(a=dict(logs={0: log})), last=1)
+        low, high = ax.get_ylim()
+        assert low < gaps[0] < gaps[1] < high
+        assert high / low == pytest.approx(10 ** powers, rel=0.01)

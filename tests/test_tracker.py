@@ -1,0 +1,243 @@
+"""support/tracker.py: what trackers are handed, over resumes and failures. Neither package is
+needed: modules that stand for them write down what they are told."""
+import json
+import os
+import shutil
+import sys
+from types import ModuleType, SimpleNamespace
+
+import pytest
+
+import train
+from conftest import read_checkpoint, read_log, train_here
+from support.run import LIST
+
+
+class EventFiles:
+    """Stands for SummaryWriter: an event file of JSON lines."""
+    fails_at = None  # a step
+
+    def __init__(self, folder, purge_step=None):
+        names = [name for name in os.listdir(folder) if "tfevents" in name]
+        self.path = os.path.join(folder, f"events.out.tfevents.{len(names)}")
+        self.write(dict(purge=purge_step))
+
+    def write(self, event):
+        with open(self.path, "a") as f:
+            f.write(json.dumps(event) + "\n")
+
+    def add_scalar(self, name, x, step):
+        if step == self.fails_at:
+            raise ConnectionError("no network\nat all")
+        self.write(dict(name=name, x=x, step=step))
+
+    def flush(self):
+        self.write("flush")
+
+
+def shown(folder):
+    """What TensorBoard makes of event files: {name: [(step, number)]}, what was purged gone."""
+    found = {}
+    for name in sorted(name for name in os.listdir(folder) if "tfevents" in name):
+        with open(os.path.join(folder, name)) as f:
+            for event in map(json.loads, f):
+                if event == "flush":
+                    continue
+                if event.get("purge") is not None:
+                    found = {name: [e for e in events if e[0] < event["purge"]]
+                             for name, events in found.items()}
+                if "name" in event:
+                    found.setdefault(event["name"], []).append((event["step"], event["x"]))
+    return found
+
+
+@pytest.fixture
+def tensorboard(monkeypatch):
+    monkeypatch.setitem(sys.modules, "tensorboard", ModuleType("tensorboard"))
+    module = ModuleType("torch.utils.tensorboard")
+    module.SummaryWriter = type("Writer", (EventFiles,), {})
+    monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", module)
+    return module.SummaryWriter
+
+
+@pytest.fixture
+def wandb(monkeypatch):
+    """Stands for wandb: its server keeps runs by id, and takes no step before the last."""
+    module = ModuleType("wandb")
+    module.runs, module.asked, module.ignored = {}, [], 0
+
+    class Run:
+        def __init__(self, id):
+            self.id, self.rows = id, module.runs.setdefault(id, {})
+            self.step = max(self.rows) + 1 if self.rows else 0
+
+        def log(self, numbers, step):
+            if step < self.step:
+                module.ignored += 1
+                return
+            self.step = step
+            self.rows.setdefault(step, {}).update(numbers)
+
+    def init(id, **options):
+        module.asked.append(dict(options, id=id))
+        return Run(id or f"run{len(module.runs)}")
+
+    module.init, module.Settings = init, lambda **options: options
+    monkeypatch.setitem(sys.modules, "wandb", module)
+    return module
+
+
+def logged(out, name):
+    """[(step, number)] of a column of log.jsonl."""
+    evals, steps = read_log(out)
+    return [(r["step"], r[name]) for r in (evals if name.startswith("eval") else steps)]
+
+
+def cut_run(out, tracker, monkeypatch):
+    """A run that dies in its fourth step, after a checkpoint of step 2, and then goes on to 6."""
+    often = [f"--tracker={tracker}", f"--out_dir={out}", "--steps=6", "--eval_every=2"]
+    calls, generate = [], train.generate
+
+    def dies(*args, **kwargs):
+        calls.append(1)
+        if len(calls) == 8:  # evaluation, 2 rollouts, evaluation, a rollout, this one
+            raise KeyboardInterrupt
+        return generate(*args, **kwargs)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(train, "generate", dies)
+        with pytest.raises(SystemExit):
+            train_here(*often)
+    assert read_checkpoint(out)["step"] == 2 and logged(out, "reward")[-1][0] == 2
+    train_here(*often, "--resume=True")
+
+
+def test_tensorboard_shows_the_log(tensorboard, tmp_path, monkeypatch):
+    """Each number of the log once, though a step was done twice."""
+    out = str(tmp_path / "out")
+    cut_run(out, "tensorboard", monkeypatch)
+    folder = os.path.join(out, "tensorboard")
+    found = shown(folder)
+    evals, steps = read_log(out)
+    names = {name for row in evals + steps for name in row} - {"kind", "step", "texts"}
+    assert names | {"rollout_s", "learn_s", "tokens_per_s"} == found.keys()
+    for name in names - {"problems"}:
+        assert found[name] == logged(out, name)
+    assert found["eval_compressed"][1][0] == 2  # the evaluation that was not made again
+
+    # the controls: no purge shows step 2 twice, a purge alone loses that evaluation
+    with open(os.path.join(folder, "events.out.tfevents.1")) as f:
+        lines = f.read().splitlines()
+    assert json.loads(lines[0]) == dict(purge=2)
+    again = [json.loads(line) for line in lines if '"step": 2}' in line]
+    assert any(e["name"] == "eval_compressed" for e in again)
+    with open(os.path.join(folder, "events.out.tfevents.1"), "w") as f:
+        f.write("\n".join(lines[1:]))
+    assert [step for step, _ in shown(folder)["reward"]] == [0, 1, 2, 2, 3, 4, 5]
+
+
+def test_wandb_shows_the_log(wandb, tmp_path, monkeypatch):
+    """One run of W&B over both processes: the id is in the checkpoint."""
+    out = str(tmp_path / "out")
+    cut_run(out, "wandb", monkeypatch)
+    assert list(wandb.runs) == ["run0"] and [a["id"] for a in wandb.asked] == [None, "run0"]
+    assert read_checkpoint(out)["memory"]["wandb"] == "run0" and wandb.ignored == 0
+    assert wandb.asked[0]["resume"] == "allow" and wandb.asked[0]["dir"] == out
+    assert wandb.asked[0]["config"]["budget"] == 24
+    rows = wandb.runs["run0"]
+    for name in ("reward", "gap", "eval_compressed", "eval_dense", "lr"):
+        assert [(s, r[name]) for s, r in rows.items() if name in r] == logged(out, name)
+    assert not any("texts" in r or "step" in r for r in rows.values())
+    train_here("--tracker=wandb", "--steps=1", "--overwrite=True", f"--out_dir={out}")
+    assert list(wandb.runs) == ["run0", "run1"]  # the control: another run is another one
+
+
+def test_a_run_is_the_same_with_a_tracker(tensorboard, finished, tmp_path):
+    out = str(tmp_path / "out")
+    train_here("--tracker=tensorboard", f"--out_dir={out}")
+    assert read_log(out) == read_log(finished[0])
+    assert not os.path.exists(os.path.join(finished[0], "tensorboard"))
+
+
+def test_a_tracker_may_change_on_resume(tensorboard, tmp_path):
+    out = str(tmp_path / "out")
+    train_here("--steps=1", f"--out_dir={out}")
+    train_here("--steps=2", "--resume=True", "--tracker=tensorboard", f"--out_dir={out}")
+    assert [s for s, _ in shown(os.path.join(out, "tensorboard"))["reward"]] == [1]
+
+
+def test_a_tracker_that_fails_ends_nothing(tensorboard, wandb, finished, tmp_path, capsys):
+    """It is said once, in one line, and the log is whole, whether it fails at work or at once."""
+    tensorboard.fails_at = 1
+
+    def refuses(**options):
+        raise RuntimeError("no API key")
+
+    wandb.init = refuses
+    why = dict(tensorboard="ConnectionError: no network at all", wandb="RuntimeError: no API key")
+    for name, said in why.items():
+        out = str(tmp_path / name)
+        train_here(f"--tracker={name}", f"--out_dir={out}")
+        lines = capsys.readouterr().out.splitlines()
+        assert [line for line in lines if "failed" in line] == [
+            f"{name} failed and gets no more numbers, log.jsonl has them all: {said}"]
+        assert read_log(out) == read_log(finished[0])
+    assert shown(tmp_path / "tensorboard" / "tensorboard")["reward"][-1][0] == 0
+
+
+@pytest.mark.parametrize("name", ["tensorboard", "wandb"])
+def test_a_package_that_is_missing_is_refused(name, tmp_path, monkeypatch):
+    """Before out_dir is touched; so is one that is broken, and another name."""
+    monkeypatch.setitem(sys.modules, name, None)
+    out = tmp_path / "out"
+    with pytest.raises(SystemExit) as e:
+        train_here(f"--tracker={name}", f"--out_dir={out}")
+    assert str(e.value).startswith(f"error: tracker={name} needs the package {name} (pip install "
+                                   f"{name}); --tracker=none does without: ModuleNotFoundError")
+    assert "\n" not in str(e.value) and not out.exists()
+    with pytest.raises(SystemExit, match="tracker must be one of none, tensorboard, wandb, got"):
+        train_here("--tracker=mlflow", f"--out_dir={out}")
+    assert not out.exists()
+
+
+def test_no_package_is_imported_unasked(tmp_path, monkeypatch):
+    for name in ("tensorboard", "torch.utils.tensorboard", "wandb"):
+        monkeypatch.setitem(sys.modules, name, None)  # an import would fail
+    train_here("--steps=1", "--eval_every=9", f"--out_dir={tmp_path / 'out'}")
+
+
+def test_overwrite_clears_only_event_files_of_a_run(tensorboard, finished, tmp_path):
+    out = tmp_path / "out"
+    shutil.copytree(finished[0], out)
+    short = ["--steps=1", "--eval_every=9", "--overwrite=True", f"--out_dir={out}"]
+    folder = out / "tensorboard"
+    folder.mkdir()
+    (folder / "events.out.tfevents.theirs").write_text("theirs")
+    train_here(*short, "--tracker=tensorboard")
+    train_here(*short[:2], "--resume=True", "--steps=2", "--tracker=tensorboard", short[-1])
+    names = {"events.out.tfevents.1", "events.out.tfevents.2", "events.out.tfevents.theirs", LIST}
+    assert {p.name for p in folder.iterdir()} == names
+    train_here(*short)  # without a tracker too
+    assert [p.name for p in folder.iterdir()] == ["events.out.tfevents.theirs"]
+
+    # a folder elsewhere is nobody's to clear
+    (folder / "events.out.tfevents.theirs").unlink()
+    folder.rmdir()
+    (tmp_path / "elsewhere").mkdir()
+    folder.symlink_to(tmp_path / "elsewhere")
+    with pytest.raises(SystemExit, match="holds tensorboard, which no run of this program made"):
+        train_here(*short)
+
+
+def test_what_cannot_be_listed_is_given_up(tensorboard, tmp_path, capsys):
+    """A later run could not remove it."""
+    def fails(folder, **numbers):
+        raise OSError("could not write")
+
+    run = SimpleNamespace(
+        c=SimpleNamespace(tracker="tensorboard"), path=lambda name: str(tmp_path / name),
+        resumed=False, step=0, write_list=fails)
+    tracker = train.Tracker(run, already=[])
+    tracker.log(dict(step=0, reward=1.0))
+    assert capsys.readouterr().out.startswith("tensorboard failed and gets no more numbers")
+    assert shown(tmp_path / "tensorboard") == {}
