@@ -16,7 +16,10 @@ class Masters:
     parameters.
 
     c: settings with lr, beta2 and weight_decay. value: PPO's value head, an fp32 module
-    that is trained and saved with the model's weights."""
+    that is trained and saved with the model's weights. changed: has a step begun since somebody
+    set it to False?"""
+
+    changed = False
 
     def __init__(self, model, c, value=None):
         self.params = list(model.parameters())
@@ -52,6 +55,7 @@ class Masters:
                                      "the weights were left as they are; lower lr?")
         for group in self.optimizer.param_groups:
             group["lr"] = lr
+        self.changed = True  # from here on, also where this fails
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
         self.copy_down()
