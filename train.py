@@ -24,8 +24,6 @@ import functools
 import os
 import sys
 import time
-import traceback
-from contextlib import contextmanager
 from dataclasses import replace
 from numbers import Real
 from types import SimpleNamespace
@@ -43,7 +41,7 @@ from rollout import generate
 from support.checkpoint import fingerprint
 from support.configurator import check_ranges, configure, help_if_asked
 from support.jsonfile import parse_object, shown
-from support.memory import compare, gigabytes, held, ran_out, release
+from support.memory import compare, memory_errors, saving_if_memory_runs_out
 from support.metrics import Metrics
 from support.optimizer import Masters
 from support.run import Run, choose_device, memory_of, one_line_errors, read_list, say, tell
@@ -141,17 +139,19 @@ MAY_CHANGE = {  # on resume; the last three because a run may end for want of me
 # parameters; smaller models gain little or no time by bfloat16 (docs/reproduce.md), so dtype=auto
 # leaves them in float32
 BFLOAT16_FROM = 30_000_000
+NOT_LOADED = ("out of memory while the model was loaded, before the first step: it needs a smaller "
+              "model, --dtype=bfloat16 on a card that has it, or more memory")
 
 
 def main(argv):
-    with one_line_errors(ValueError, OSError, MemoryError, torch.OutOfMemoryError):
+    with one_line_errors(ValueError, OSError, MemoryError), memory_errors(NOT_LOADED):
         c, run, net, tok, problems, objective, opt, teacher = setup(argv)
         if c.dry_run:
-            dry_run_of(c, net, tok, problems, learner=(objective, opt, teacher))
+            dry_run_of(c, net, problems, learner=(objective, opt, teacher))
             return
     # a full disk, a reward that is no number, an update that is not finite, too little memory
     with (one_line_errors(OSError, ValueError, FloatingPointError, MemoryError, also=run.kept),
-          saving_if_memory_runs_out(c, run, opt)):
+          saving_if_memory_runs_out(run, opt, PHASES, savings)):
         while True:
             # 0. evaluate on held-out problems, also before the first step and after the last; then
             # save, as a checkpoint counts what stands in the log before it
@@ -203,7 +203,6 @@ def update(net, opt, objective, rollout, rewards, c, lr, teacher=None):
     """Learn from one rollout: c.updates optimizer steps. rewards (B, G); teacher: of distillation,
     a frozen model, else the other policy -> numbers for the log. Raises FloatingPointError, before
     the step, if a gradient is not finite."""
-    opt.changed = False
     policies = policies_of(c)
 
     def score(rollout, model=net):
@@ -256,6 +255,7 @@ def update(net, opt, objective, rollout, rewards, c, lr, teacher=None):
                 metrics.collect(part.mask, gap=(logp - part.logp_roll).abs(), **seen)
         metrics.add(grad_norm=opt.step(lr, c.grad_clip))
         done.append(metrics)
+    opt.changed = False  # these weights are whole
     return dict(log, **summary(done))
 
 
@@ -572,9 +572,9 @@ def check_memory(c, net):
 
 # too little memory
 
-PHASES = dict(generate="sampling", update="learning", evaluate="evaluation")
+PHASES = dict(generate="sampling", update="learning", evaluate="evaluation")  # by function
 REACHES = dict(checkpointing=["learning"], micro_rows=["learning", "evaluation"],
-               eval_batch=["evaluation"])  # settings that leave other phases as they are
+               eval_batch=["evaluation"])  # settings that leave the other phases as they are
 
 
 def savings(c, phase):
@@ -614,41 +614,7 @@ def changed(c, key, value):
         return None
 
 
-@contextmanager
-def saving_if_memory_runs_out(c, run, opt):
-    """Where memory runs out: save the steps that are done, which the next --resume=True goes on
-    from, and raise MemoryError, one line that says in which phase and what would lower it."""
-    try:
-        yield
-        return
-    except (MemoryError, RuntimeError) as e:
-        if not ran_out(e):
-            raise
-        names = [frame.f_code.co_name for frame, _ in traceback.walk_tb(e.__traceback__)]
-        phase = next((PHASES[name] for name in names if name in PHASES), None)
-        line = f"out of memory in step {run.step}, {gigabytes(held(c.device))} GB held"
-        release(e)
-    if phase:
-        found = [(key, f"--{key}={value} (now {getattr(c, key)})")
-                 for key, value in savings(c, phase).items()]
-        now = [text for key, text in found if key in MAY_CHANGE]
-        other = [text for key, text in found if key not in MAY_CHANGE]
-        line += f", in {phase}"
-        if now:
-            line += f"; lower with --resume=True: {', '.join(now)}"
-        if other:
-            line += f"; lower in a new run: {', '.join(other)}"
-        line += "; --dry_run=True measures what each saves"
-    # the weights are those of run.step but where this update has begun to change them
-    if phase and not (phase == "learning" and opt.changed) and run.unsaved:
-        try:
-            run.save(opt.state())
-        except (OSError, RuntimeError, MemoryError, FloatingPointError) as e:
-            line += f"; the steps since the last checkpoint could not be saved: {e}"
-    raise MemoryError(line)
-
-
-def dry_run_of(c, net, tok, problems, learner):
+def dry_run_of(c, net, problems, learner):
     """Measure one step at the longest prompts and responses, and an evaluation batch, then the same
     with each setting changed that may lower the peak. Weights stay: lr is 0. learner: objective,
     optimizer, teacher."""

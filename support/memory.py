@@ -16,7 +16,7 @@ import gc
 import re
 import time
 import traceback
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
 
@@ -32,6 +32,57 @@ def ran_out(error):
     """Does an exception say that memory ran out?"""
     known = isinstance(error, (MemoryError, torch.OutOfMemoryError))
     return known or (isinstance(error, RuntimeError) and bool(SAID.search(str(error))))
+
+
+@contextmanager
+def memory_errors(text):
+    """Where memory runs out, MemoryError says this text."""
+    try:
+        yield
+    except (MemoryError, RuntimeError) as e:
+        if not ran_out(e):
+            raise
+        raise MemoryError(text) from None
+
+
+@contextmanager
+def saving_if_memory_runs_out(run, opt, phases, savings):
+    """Where memory runs out in a run: save the steps that are done, unless an update has begun to
+    change the weights, and raise MemoryError, one line.
+
+    run: Run. opt: Masters. phases: {name of a function: what happens in it}, which of them it was
+    is read from the traceback. savings: function of settings and phase -> {key: value}, what would
+    lower memory there."""
+    try:
+        yield
+        return
+    except (MemoryError, RuntimeError) as e:
+        if not ran_out(e):
+            raise
+        names = [frame.f_code.co_name for frame, _ in traceback.walk_tb(e.__traceback__)]
+        phase = next((phases[name] for name in names if name in phases), None)
+        line = f"out of memory in step {run.step}, {gigabytes(held(run.c.device))} GB held"
+        release(e)
+    if phase:
+        line += f", in {phase}{advice(run, savings(run.c, phase))}"
+    # elsewhere it is not known whether step `run.step` is done
+    if phase and run.unsaved and not opt.changed:
+        try:
+            run.save(opt.state())
+        except (OSError, RuntimeError, MemoryError, FloatingPointError) as e:
+            line += f"; the steps since the last checkpoint could not be saved: {e}"
+    raise MemoryError(line)
+
+
+def advice(run, found):
+    """What may be set differently, where a run goes on and where it begins again."""
+    text = ""
+    for how, resumes in (("--resume=True and ", True), ("a new run with ", False)):
+        said = [f"--{key}={value} (now {getattr(run.c, key)})" for key, value in found.items()
+                if (key in run.may_change) == resumes]
+        if said:
+            text += f"; lower: {how}{' or '.join(said)}"
+    return text + "; --dry_run=True measures what each saves"
 
 
 def release(error=None):
@@ -114,8 +165,9 @@ def compare(phases, c, device, trials, first):
     the phases that they change)}."""
     start = measure_all(phases, first, device)
     if not start[highest(start)].fits:
-        raise MemoryError(f"out of memory in {highest(start)} of a single short prompt, with "
-                          f"{gigabytes(held(device))} GB held")
+        raise ValueError(f"out of memory in {highest(start)} with a single prompt and a few new "
+                         f"tokens, {gigabytes(held(device))} GB held: lower prompt_tokens or "
+                         "group, or take a smaller model")
     release()
     about = "" if device.startswith("cuda") else ", about: of the whole process"
     tell(f"dry run: GB held at the peak of each phase{about}; weights and optimizer alone: "
