@@ -6,10 +6,10 @@ Text from a prompt on the command line, sampled under a compressed cache.
     python -m experiments.generate --prompt="..." --model=Qwen/Qwen2.5-0.5B-Instruct --budget=64
 
 The prompt goes through the checkpoint's chat template if it has one. A model that a run of train.py
-saved (--model=out/model, out/best) keeps what that run kept, and gets its --template, unless said
-otherwise; a line says so. Greedy unless --temperature is above 0; --group samples share one compressed prompt cache. The last line
-says how many of the prompt's keys were kept and how many bytes the cache holds;
---evict=none generates from the dense cache, to compare.
+saved (--model=out/model, out/best) keeps what that run kept, with its --template, unless said
+otherwise; the first line tells. Greedy unless --temperature is above 0; --group samples share one
+compressed prompt cache. The last line says how many of the prompt's keys were kept and how many
+bytes the cache holds; --evict=none generates from the dense cache, to compare.
 
 Left out on purpose: conversations, streaming.
 """
@@ -57,7 +57,8 @@ def arguments(argv=None):
     a.add_argument("--pool", default=7, type=int, help="width of the votes' max-pooling, odd")
     a.add_argument("--response_budget", default=0, type=int, help="response keys kept; 0: all")
     a.add_argument("--period", default=128, type=int, help="steps between evictions of these")
-    found = settings_of_run(a.parse_args(argv).model, defaults=vars(a.parse_args(argv)))
+    asked = a.parse_args(argv)
+    found = settings_of_run(asked.model, defaults=vars(asked))
     a.set_defaults(**found)
     asked = a.parse_args(argv)
     asked.of_the_run = " ".join(f"--{key}={value}" for key, value in found.items()
@@ -67,7 +68,7 @@ def arguments(argv=None):
 
 def settings_of_run(model, defaults):
     """{setting: value} of the run of train.py in whose folder a model's folder is; {} if there is
-    none. Raises ValueError for a value that is none."""
+    none. Raises ValueError for a value that no run has."""
     path = os.path.join(os.path.dirname(os.path.abspath(model)), "config.json")
     if not os.path.isdir(model) or not is_of_a_run(path):
         return {}
