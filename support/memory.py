@@ -29,9 +29,15 @@ SAID = re.compile("out of memory|can't allocate memory|ALLOC_FAILED", re.IGNOREC
 
 
 def ran_out(error):
-    """Does an exception say that memory ran out?"""
-    known = isinstance(error, (MemoryError, torch.OutOfMemoryError))
-    return known or (isinstance(error, RuntimeError) and bool(SAID.search(str(error))))
+    """Does an exception say that memory ran out, or one that it came after? The end of a CUDA graph
+    that could not be recorded hides the reason."""
+    while error is not None:
+        if isinstance(error, (MemoryError, torch.OutOfMemoryError)):
+            return True
+        if isinstance(error, RuntimeError) and SAID.search(str(error)):
+            return True
+        error = error.__context__
+    return False
 
 
 @contextmanager
@@ -87,8 +93,9 @@ def advice(run, found):
 
 def release(error=None):
     """Give back what is no longer in use; also what the frames that an error came through hold."""
-    if error is not None:
+    while error is not None:
         traceback.clear_frames(error.__traceback__)
+        error = error.__context__
     gc.collect()
     if torch.cuda.is_available():
         torch.cuda.empty_cache()

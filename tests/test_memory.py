@@ -8,10 +8,17 @@ import torch
 import rollout
 import train
 from conftest import prompts, read_checkpoint, read_log, toy, train_here
+from experiments import ablate
 from support.memory import Cost, compare, highest, measure, ran_out
 
 MB = 10**6
 GONE = "[enforce fail at alloc_cpu.cpp:117] . DefaultCPUAllocator: can't allocate memory: you"
+
+
+@pytest.fixture(autouse=True)
+def no_collection(monkeypatch):
+    """Looking through all objects of a process with so many libraries is most of a dry run."""
+    monkeypatch.setattr("gc.collect", lambda: 0)
 
 
 # memory of a piece of a program
@@ -50,6 +57,20 @@ def test_which_errors_say_that_memory_ran_out(error, yes):
     else:
         with pytest.raises(type(error)):
             measure(fail, "cpu")
+
+
+def test_an_error_that_hides_another():
+    """as the end of a CUDA graph does; the control hides one of another kind"""
+    def hides(error):
+        try:
+            try:
+                raise error
+            finally:
+                raise RuntimeError("operation failed due to a previous error during capture")
+        except RuntimeError as e:
+            return e
+    assert ran_out(hides(torch.OutOfMemoryError("CUDA out of memory")))
+    assert not ran_out(hides(RuntimeError("shapes differ")))
 
 
 def test_the_highest_phase_is_that_which_did_not_fit():
@@ -113,7 +134,7 @@ def test_dry_run_leaves_a_run_alone(finished, monkeypatch):
         return {name: os.stat(os.path.join(finished[0], name)).st_mtime_ns
                 for name in os.listdir(finished[0])}
     before = times()
-    for more in ("--seed=1", "--overwrite=True", "--resume=True"):
+    for more in ("--overwrite=True", "--resume=True"):
         train_here("--dry_run=True", more, f"--out_dir={finished[0]}")
     assert times() == before
     with pytest.raises(SystemExit, match="at most|exceed"):  # still checked like any request
@@ -187,6 +208,38 @@ def test_what_is_offered_is_allowed_and_other():
                 assert {**vars(other), key: getattr(c, key)} == vars(c)
     assert train.savings(c, "learning") == train.savings(c, "sampling") == {}
     assert train.savings(train.settings(["--evict=none"]), "sampling")["evict"] == "snapkv"
+
+
+def test_no_arm_is_a_dry_run():
+    arms = ["config/smd.py", "config/naive.py"]
+    ablate.request(arms, [], range(1))
+    with pytest.raises(ValueError, match="dry_run=True trains nothing"):
+        ablate.request(arms, ["--dry_run=True"], range(1))
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_on_a_card(tmp_path, capsys):
+    """Peaks are counted to the byte but for rounding; a run on a card that is too small says so in
+    one line, and goes on where it is large enough."""
+    some = measure(lambda: torch.ones(50 * MB, device="cuda").sum(), "cuda")
+    none = measure(lambda: torch.ones(1, device="cuda").sum(), "cuda")
+    assert 199 * MB < some.peak - none.peak < 210 * MB
+    ask = ["--device=cuda", "--prompts=64", "--save_every=99", "--eval_every=99",
+           f"--out_dir={tmp_path / 'out'}"]
+    train_here(*ask, "--dry_run=True")
+    assert len(rows(capsys.readouterr().out)) >= 5
+    ends = set()
+    whole = torch.cuda.get_device_properties(0).total_memory
+    for mb in (60, 90, 120, 160, 200):
+        torch.cuda.set_per_process_memory_fraction(mb * MB / whole)
+        try:
+            train_here(*ask, "--overwrite=True")
+        except SystemExit as e:
+            ends.add(str(e))
+        finally:
+            torch.cuda.set_per_process_memory_fraction(1.0)
+    print("\n".join(ends))
+    assert ends and all(re.match("error: out of memory ", end) for end in ends)
 
 
 # a run whose memory ends
