@@ -220,7 +220,7 @@ def test_no_arm_is_a_dry_run():
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 def test_on_a_card(tmp_path, capsys):
     """Peaks are counted to the byte but for rounding; a run on a card that is too small says so in
-    one line, and goes on where it is large enough."""
+    one line, wherever memory runs out."""
     some = measure(lambda: torch.ones(50 * MB, device="cuda").sum(), "cuda")
     none = measure(lambda: torch.ones(1, device="cuda").sum(), "cuda")
     assert 199 * MB < some.peak - none.peak < 210 * MB
