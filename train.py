@@ -43,6 +43,7 @@ from rollout import generate
 from support.checkpoint import fingerprint
 from support.configurator import check_ranges, configure, help_if_asked
 from support.jsonfile import parse_object, shown
+from support.memory import compare, memory_errors, saving_if_memory_runs_out
 from support.metrics import Metrics
 from support.optimizer import Masters
 from support.run import (
@@ -66,6 +67,7 @@ out_dir = "out"          # folder for log.jsonl, samples.txt, config.json, ckpt.
 resume = False           # go on from out_dir/ckpt.pt
 overwrite = False        # throw away the run that out_dir holds
 tracker = "none"         # also show the log in tensorboard (out_dir/tensorboard) or wandb
+dry_run = False          # measure memory and time of the largest step, without out_dir, and end
 seed = 0
 device = "auto"          # auto: cuda if there is one; cpu, cuda, cuda:1
 dtype = "auto"           # of the weights: float32, bfloat16; auto: by size on cuda, else float32
@@ -148,20 +150,26 @@ RANGES = dict(
     clip=(0, 1), clip_high=(0, 100), lr=(1e-12, 1), gamma=(0, 1), lam=(0, 1), value_coef=(0, 100),
     beta=(1e-6, 100), beta2=(0, 0.9999), weight_decay=(0, 1), grad_clip=(1e-6, 1e6),
     seed=(0, 2**40), shots=(0, 1000))
-MAY_CHANGE = {  # on resume; the last two because a run may end for want of memory
-    "resume", "overwrite", "tracker", "out_dir", "device", "steps", "eval_every", "eval_batch",
-    "save_every", "micro_rows", "checkpointing"}
+MAY_CHANGE = {  # on resume; the last three because a run may end for want of memory
+    "resume", "overwrite", "dry_run", "tracker", "out_dir", "device", "steps", "eval_every",
+    "save_every", "eval_batch", "micro_rows", "checkpointing"}
 # parameters; smaller models gain little or no time by bfloat16 (docs/reproduce.md), so dtype=auto
 # leaves them in float32
 BFLOAT16_FROM = 30_000_000
+NOT_LOADED = ("out of memory while the model was loaded, before the first step: it needs a smaller "
+              "model, --dtype=bfloat16 on a card that has it, or more memory")
 
 
 def main(argv):
-    with one_line_errors(ValueError, OSError):
+    with one_line_errors(ValueError, OSError, MemoryError), memory_errors(NOT_LOADED):
         c, run, net, tok, problems, objective, opt, teacher = setup(argv)
-    # a full disk, a reward that is no number, an update that is not finite
-    with one_line_errors(OSError, ValueError, FloatingPointError, also=run.kept), \
-            run.saved_before(RewardError, opt):
+        if c.dry_run:
+            dry_run_of(c, net, problems, learner=(objective, opt, teacher))
+            return
+    # a full disk, a reward that is no number, an update that is not finite, too little memory
+    with (one_line_errors(OSError, ValueError, FloatingPointError, MemoryError, also=run.kept),
+          run.saved_before(RewardError, opt),
+          saving_if_memory_runs_out(run, opt, PHASES, savings)):
         while True:
             # 0. evaluate on held-out problems, also before the first step and after the last; then
             # save, as a checkpoint counts what stands in the log before it
@@ -213,10 +221,7 @@ def update(net, opt, objective, rollout, rewards, c, lr, teacher=None):
     """Learn from one rollout: c.updates optimizer steps. rewards (B, G); teacher: of distillation,
     a frozen model, else the other policy -> numbers for the log. Raises FloatingPointError, before
     the step, if a gradient is not finite."""
-    policies = (c.learner,)
-    if c.distill and (teacher is None or c.distill_to != c.learner):
-        # replay gives entropy and values of the last
-        policies = ("dense", "shadow") if c.learner == "shadow" else ("shadow", "dense")
+    policies = policies_of(c)
 
     def score(rollout, model=net):
         """What replay returns for the learner's policy, of a whole rollout, without gradients."""
@@ -268,7 +273,16 @@ def update(net, opt, objective, rollout, rewards, c, lr, teacher=None):
                 metrics.collect(part.mask, gap=(logp - part.logp_roll).abs(), **seen)
         metrics.add(grad_norm=opt.step(lr, c.grad_clip))
         done.append(metrics)
+    opt.changed = False  # these weights are whole
     return dict(log, **summary(done))
+
+
+def policies_of(c):
+    """The policies that the learner scores."""
+    if c.distill and (c.teacher == "other" or c.distill_to != c.learner):
+        # replay gives entropy and values of the last
+        return ("dense", "shadow") if c.learner == "shadow" else ("shadow", "dense")
+    return (c.learner,)
 
 
 def summary(done):
@@ -502,16 +516,19 @@ def settings(argv):
 
 def setup(argv):
     """Whatever can be wrong with a request is found here, before out_dir is touched.
-    -> settings, run, model, tokenizer, problems, objective, optimizer, teacher or None"""
+    -> settings, run (None of a dry run), model, tokenizer, problems, objective, optimizer, teacher
+    or None"""
     c = settings(argv)
     eviction_of_evaluation(c)  # checks itself
     choose_device(c)
     folder = find_checkpoint(c.model)
     choose_dtype(c, folder)
     rule = find(c.reward)
-    paths = files_of(c.task, c.eval_task)
-    run = Run(c, MAY_CHANGE, identity_of(c, folder),
-              inputs=dict(model=folder, **{key: found[0] for key, found in paths.items()}))
+    run = None
+    if not c.dry_run:
+        paths = files_of(c.task, c.eval_task)
+        run = Run(c, MAY_CHANGE, identity_of(c, folder),
+                  inputs=dict(model=folder, **{key: found[0] for key, found in paths.items()}))
     tok = Tokenizer(folder)
 
     def load():
@@ -533,14 +550,15 @@ def setup(argv):
     objective = OBJECTIVES[c.objective](net, c, initial)
     teacher = initial() if c.distill and c.teacher == "initial" else None
     opt = Masters(net, c, objective.value)
-    if run.learner is not None:
-        opt.load(run.learner, run.path("ckpt.pt"))
-    run.open()
-    check_best(run)
-    if callable(rule):
-        run.watch("reward", rule.file, rule.fingerprint)
+    if run:
+        if run.learner is not None:
+            opt.load(run.learner, run.path("ckpt.pt"))
+        run.open()
+        check_best(run)
+        if callable(rule):
+            run.watch("reward", rule.file, rule.fingerprint)
     introduce(c, folder, net, problems=problems)
-    if c.tracker != "none":
+    if run and c.tracker != "none":
         done = run.memory.get("evals", [])[-1:]
         run.tracker = Tracker(run, already=[e for e in done if e["step"] == run.step])
     return c, run, net, tok, problems, objective, opt, teacher
@@ -612,6 +630,93 @@ def check_memory(c, net):
             raise ValueError(f"{key} {getattr(c, key)} is too much: {samples} samples at a time "
                              f"take at least {samples * size / 1e9:.0f} GB, {c.device} has "
                              f"{there / 1e9:.0f} GB; {key} {most} might fit")
+
+
+# too little memory
+
+PHASES = dict(generate="sampling", update="learning", evaluate="evaluation")  # by function
+REACHES = dict(checkpointing=["learning"], micro_rows=["learning", "evaluation"],
+               eval_batch=["evaluation"])  # settings that leave the other phases as they are
+
+
+def savings(c, phase):
+    """{key: value}: settings that lower the peak of a phase, first what changes no result."""
+    if phase == "sampling":
+        found = dict(prompts=c.prompts // 2, group=c.group // 2)
+        if c.evict == "none":
+            found = dict(evict="snapkv", **found)
+        else:
+            found = dict(found, budget=min(c.budget, c.prompt_tokens) // 2)
+    elif phase == "learning":
+        samples = 2 if c.objective == "dpo" else c.group
+        found = dict(micro_rows=fewer_rows(c, c.prompts, len(policies_of(c)) * samples),
+                     checkpointing=True, group=c.group // 2)
+    else:
+        n = min(c.eval_batch, max(c.eval_problems, c.eval_final))
+        found = dict(eval_batch=n // 2, micro_rows=fewer_rows(c, n, copies=2))
+    return {key: value for key, value in found.items()
+            if value != getattr(c, key) and changed(c, key, value)}
+
+
+def fewer_rows(c, prompts, copies):
+    """micro_rows, halved until fewer prompts, with `copies` of the longest response each, are in a
+    micro-batch; as it is where one fills it."""
+    size, rows = c.prompt_tokens + copies * (c.max_new_tokens - 1), c.micro_rows
+    at_once = min(prompts, rows // size)
+    while at_once > 1 and rows >= at_once * size:
+        rows //= 2
+    return rows
+
+
+def changed(c, key, value):
+    """The settings with one of them changed; None where that is refused."""
+    try:
+        return settings([f"--{name}={x}" for name, x in {**vars(c), key: value}.items()])
+    except ValueError:
+        return None
+
+
+def dry_run_of(c, net, problems, learner):
+    """Measure one step at the longest prompts and responses, and an evaluation batch, then the same
+    with each setting changed that may lower the peak. Weights stay: lr is 0. learner: objective,
+    optimizer, teacher."""
+    objective, opt, teacher = learner
+    rng = torch.Generator().manual_seed(0)
+    rollouts = {}
+
+    def prompts(n):
+        return torch.randint(net.vocab_used, (n, c.prompt_tokens), generator=rng).tolist()
+
+    def held_out(split, indices):
+        """Any problem, as responses are decoded to nothing; prompts of full length."""
+        return problems.get("eval", [0])[0] * len(indices), prompts(len(indices))
+
+    def sampling(c):
+        rollouts[c.prompts, c.group] = generate(
+            net, prompts(c.prompts), c.group, c.max_new_tokens, temperature=c.temperature,
+            eviction=eviction_of(c))
+
+    def learning(c):
+        for p in (*opt.params, *opt.masters):  # of an update that did not fit
+            p.grad = None
+        rewards = torch.arange(c.prompts * c.group, device=net.device) % 2.0
+        update(net, opt, objective, rollouts[c.prompts, c.group],
+               rewards=rewards.view(c.prompts, c.group), c=c, lr=0.0, teacher=teacher)
+
+    def evaluation(c):
+        endless = SimpleNamespace(stop_ids=(), decode=lambda ids, special: "")
+        for eviction in (eviction_of_evaluation(c), Eviction("none")):
+            evaluate(net, endless, SimpleNamespace(get=held_out), c, eviction=eviction,
+                     n=min(c.eval_batch, problems.n_eval))
+
+    def trials(phase):
+        return {f"--{key}={value}": (changed(c, key, value), REACHES.get(key, phases))
+                for key, value in savings(c, phase).items()}
+
+    small = SimpleNamespace(**{**vars(c), "prompts": 1, "eval_batch": 1,
+                               "max_new_tokens": min(c.max_new_tokens, 4)})
+    phases = dict(sampling=sampling, learning=learning, evaluation=evaluation)
+    compare(phases, c, c.device, trials=trials, first=small)
 
 
 def introduce(c, folder, net, problems):

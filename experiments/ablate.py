@@ -157,6 +157,8 @@ def request(texts, common, seeds):
             if getattr(c, key) is True or any(arg.startswith(f"--{key}=") for arg in args):
                 raise ValueError(f"arm {name!r}: {key}: every run gets its own, from --seeds and "
                                  "--out")
+        if c.dry_run:
+            raise ValueError(f"arm {name!r}: dry_run=True trains nothing: say it to train.py")
         arms[name] = dict(args=shlex.join(args), seeds=list(seeds), steps=c.steps,
                           start=start_of(c))
     return arms, configs

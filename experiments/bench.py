@@ -23,7 +23,6 @@ number it printed. Left out: several GPUs, serving engines (a trainer must load 
 weights into them at every step), quality of what is learned.
 """
 import functools
-import gc
 import json
 import os
 import random
@@ -47,6 +46,7 @@ from kvcache import Eviction
 from model import Config, Transformer
 from shadow_attn import group_until, run, shadow_attention
 from support.configurator import Arguments, make_folder
+from support.memory import ran_out, release
 from support.optimizer import Masters
 from support.run import one_line_errors, tell, write_text
 
@@ -110,12 +110,6 @@ def sync():
         torch.cuda.synchronize()
 
 
-def free():
-    gc.collect()
-    if CUDA:
-        torch.cuda.empty_cache()
-
-
 def allocated():
     """GB at the peak since the last reset; None on a CPU."""
     return torch.cuda.max_memory_allocated() / 1e9 if CUDA else None
@@ -124,7 +118,7 @@ def allocated():
 def peak_gb(f):
     """Largest number of bytes allocated while f() runs, in GB, what was there before
     included; None on a CPU."""
-    free()
+    release()
     if CUDA:
         torch.cuda.reset_peak_memory_stats()
     f()
@@ -201,10 +195,9 @@ def attempt(f, *args, **kwargs):
         raise
     except Exception as e:
         note = " ".join(f"{type(e).__name__}: {e}".split())
-    # libraries below torch report a full card in their own words
-    if "out of memory" in note.lower() or "ALLOC_FAILED" in note:
-        note = "out of memory"
-    free()  # only here, where the traceback no longer holds the tensors
+        if ran_out(e):
+            note = "out of memory"
+    release()  # only here, where the traceback no longer holds the tensors
     return dict(note=note[:160])
 
 
@@ -331,7 +324,7 @@ def rival(name, attention="sdpa"):
         error = check_same("logits of the two models", theirs(input_ids=ids[None]).logits[0],
                            logits, 1e-4)
     del mine, theirs
-    free()
+    release()
     return by_transformers(ours(name), name, attention, DTYPE), error
 
 
@@ -372,7 +365,7 @@ def attn(report, nh, nkv, hs, work, repeat):
     flat = [a.transpose(0, 1)[None].contiguous() for a in x]                       # (1, h, N, hs)
     for name, other in packed_rivals(until, nh).items():
         table.add(name, attempt(same_mask, name, other, flat, want, flops=flops, repeat=repeat))
-        free()
+        release()
     causal_rows(table, G, T, sizes=(nh, nkv, hs), repeat=repeat)
 
     table = report.table("one causal sequence, forward + backward", ATTN, heads=heads, rows=P)
@@ -486,11 +479,11 @@ def decode(report, name, work, repeat, rivals):
                          timed=f"median of {repeat}; step: {work.R} against {few(work)} tokens")
     prompts = drawn(name, B, P)
     table.add("ours", our_sampling(name, work, prompts, repeat))
-    free()
+    release()
     for kind in rivals:
         table.add(f"transformers, {kind} cache, dense",
                   attempt(transformers_sampling, name, work, prompts, kind=kind, repeat=repeat))
-        free()
+        release()
 
 
 def few(work):
@@ -562,12 +555,12 @@ def learner(report, name, work, repeat):
     table.add("ours, all activations kept",
               attempt(our_learner, model, r, adv, checkpointing=False, repeat=repeat))
     del model
-    free()
+    release()
     for micro in (G, 1):
         plural = "s" if micro > 1 else ""
         table.add(f"transformers, {micro} sequence{plural} at a time",
                   attempt(transformers_learner, name, r, adv, micro=micro, repeat=repeat))
-        free()
+        release()
 
 
 def made_rollout(config, work):
@@ -663,10 +656,10 @@ def step(report, name, work, steps, checkpointing):
                          TRL_checkpointing=True,
                          timed=f"median of {steps} after a first one, wall clock")
     table.add("ours", attempt(our_step, name, work, steps=steps, checkpointing=checkpointing))
-    free()
+    release()
     for dtype, what in (("float32", "its default"), ("bfloat16", "no fp32 masters")):
         table.add(f"TRL, {dtype} ({what})", attempt(trl_row, name, work, steps=steps, dtype=dtype))
-        free()
+        release()
 
 
 def our_step(name, work, steps, checkpointing, **more):
@@ -851,7 +844,7 @@ def fits(table, said, limit, name, work, steps, settings):
         if CUDA:  # what is on the card and not torch's
             there, whole = torch.cuda.mem_get_info()
             row["cuda_gb"] = (whole - there - torch.cuda.memory_reserved()) / 1e9
-    free()
+    release()
     table.add(said, row)
     return "note" not in row
 
@@ -862,7 +855,7 @@ def capped(gb):
     if not CUDA or gb is None:
         yield
         return
-    free()
+    release()
     whole = torch.cuda.get_device_properties(DEVICE).total_memory / 1e9
     torch.cuda.set_per_process_memory_fraction(min(1, gb / whole))
     try:
@@ -875,7 +868,7 @@ def memory(report, name, lengths, sampled, learnt):
     """sampled: what is rolled out; learnt: what is learnt from, one prompt. Their P is the
     subject of the tables."""
     memory_by_length(report, name, lengths, sampled, learnt=learnt)
-    free()
+    release()
     longest_prompts(report, name, sampled, learnt)
 
 
@@ -945,14 +938,14 @@ def longest_prompts(report, name, sampled, learnt):
     AttentionInterface.register("short", short_attention)
     for contender, probe in probes(name, sampled, learnt).items():
         table.add(contender, attempt(search, contender, *probe))
-        free()
+        release()
 
 
 def search(contender, make, f, a, b):
     """The longest prompt of a contender. make() -> model; f(model, P) runs; a, b: two short
     lengths for the first guess. -> row"""
     model = make()
-    free()
+    release()
     room = (torch.cuda.mem_get_info()[0] + torch.cuda.memory_allocated()) / 1e9
 
     def measured(P):

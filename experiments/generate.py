@@ -5,10 +5,11 @@ Text from a prompt on the command line, sampled under a compressed cache.
         --prompt=$'The code for pin is 4817.\nRepeat each word with its code: pin.'
     python -m experiments.generate --prompt="..." --model=Qwen/Qwen2.5-0.5B-Instruct --budget=64
 
-The prompt goes through the checkpoint's chat template if it has one. Greedy unless
---temperature is above 0; --group samples share one compressed prompt cache. The last line
-says how many of the prompt's keys were kept and how many bytes the cache holds;
---evict=none generates from the dense cache, to compare.
+The prompt goes through the checkpoint's chat template if it has one. A model that a run of train.py
+saved (--model=out/model, out/best) keeps what that run kept, with its --template, unless said
+otherwise; the first line tells. Greedy unless --temperature is above 0; --group samples share one
+compressed prompt cache. The last line says how many of the prompt's keys were kept and how many
+bytes the cache holds; --evict=none generates from the dense cache, to compare.
 
 Left out on purpose: conversations, streaming.
 """
@@ -22,15 +23,19 @@ from data.tokenizer import Tokenizer
 from kvcache import EVICT, SPREAD, Eviction
 from model import Transformer, find_checkpoint
 from rollout import generate
-from support.configurator import Arguments, check_ranges
-from support.jsonfile import parse_object
-from support.run import choose_device, one_line_errors, tell
+from support.configurator import Arguments, check, check_ranges
+from support.jsonfile import parse_object, read_json
+from support.run import choose_device, is_of_a_run, one_line_errors, tell
 
 TINY = os.path.join(os.path.dirname(os.path.dirname(os.path.abspath(__file__))), "data", "tiny")
 RANGES = dict(group=(1, 10**6), max_new_tokens=(1, 10**9), temperature=(0, 100), seed=(0, 2**40))
 
+OF_A_RUN = ("evict", "budget", "spread", "window", "sinks", "pool", "response_budget", "period",
+            "template")
+
 
 def arguments(argv=None):
+    """-> namespace; of_the_run in it: what a run's settings were taken for, as text."""
     a = Arguments(prog="generate", description="generate under a compressed KV cache")
     a.add_argument("--prompt", required=True, help="what the user says")
     a.add_argument("--model", default=TINY, type=os.path.expanduser, help="a folder or a hub name")
@@ -52,7 +57,24 @@ def arguments(argv=None):
     a.add_argument("--pool", default=7, type=int, help="width of the votes' max-pooling, odd")
     a.add_argument("--response_budget", default=0, type=int, help="response keys kept; 0: all")
     a.add_argument("--period", default=128, type=int, help="steps between evictions of these")
-    return a.parse_args(argv)
+    asked = a.parse_args(argv)
+    found = settings_of_run(asked.model, defaults=vars(asked))
+    a.set_defaults(**found)
+    asked = a.parse_args(argv)
+    asked.of_the_run = " ".join(f"--{key}={value}" for key, value in found.items()
+                                if value != "" and getattr(asked, key) == value)
+    return asked
+
+
+def settings_of_run(model, defaults):
+    """{setting: value} of the run of train.py in whose folder a model's folder is; {} if there is
+    none. Raises ValueError for a value that no run has."""
+    path = os.path.join(os.path.dirname(os.path.abspath(model)), "config.json")
+    if not os.path.isdir(model) or not is_of_a_run(path):
+        return {}
+    choices = dict(evict=list(EVICT), spread=list(SPREAD))
+    return {key: check(key, value, path, defaults, choices=choices)
+            for key, value in read_json(path).items() if key in OF_A_RUN}
 
 
 def run(a):
@@ -78,6 +100,8 @@ def run(a):
     texts = [tok.decode(tokens[:n])
              for tokens, n in zip(r.tokens[0].tolist(), r.lengths[0].tolist())]
     kept = fmean(len(head) for layer in r.kept[0] for head in layer)
+    if a.of_the_run:
+        texts.insert(0, f"[as in the run that saved it: {a.of_the_run}]")
     return [*texts, f"[{len(ids)} prompt tokens, {kept:.5g} kept per layer and KV head "
             f"({a.evict}); KV bytes {r.kv['kept']:,}, dense {r.kv['dense']:,}]"]
 

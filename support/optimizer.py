@@ -16,7 +16,11 @@ class Masters:
     parameters.
 
     c: settings with lr, beta2 and weight_decay. value: PPO's value head, an fp32 module
-    that is trained and saved with the model's weights."""
+    that is trained and saved with the model's weights. changed: is an update on its way whose
+    weights are not to be saved? A step sets it, and who asks for steps sets it back after the
+    last."""
+
+    changed = False
 
     def __init__(self, model, c, value=None):
         self.params = list(model.parameters())
@@ -52,6 +56,7 @@ class Masters:
                                      "the weights were left as they are; lower lr?")
         for group in self.optimizer.param_groups:
             group["lr"] = lr
+        self.changed = True
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
         self.copy_down()

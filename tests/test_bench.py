@@ -202,7 +202,7 @@ def test_fit_says_what_would_be_needed(monkeypatch):
 def test_the_cap_is_a_share_of_the_card(monkeypatch):
     shares = []
     monkeypatch.setattr(bench, "CUDA", True)
-    monkeypatch.setattr(bench, "free", lambda: None)
+    monkeypatch.setattr(bench, "release", lambda: None)
     monkeypatch.setattr(torch.cuda, "get_device_properties",
                         lambda device: SimpleNamespace(total_memory=80e9))
     monkeypatch.setattr(torch.cuda, "set_per_process_memory_fraction", shares.append)

@@ -1,0 +1,189 @@
+"""What a run leaves, out/model and out/best: transformers reads it and computes the same, and
+experiments/generate.py keeps what the run kept. With SMD_REAL_WEIGHTS=folder holding smollm2/, a
+real checkpoint in bfloat16 too."""
+import json
+import os
+import shutil
+from types import SimpleNamespace
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from conftest import ROOT, read_checkpoint, train_here
+from data.tasks import Problems
+from data.tokenizer import Tokenizer
+from experiments import generate as command
+from model import Transformer
+from rollout import generate
+from shadow_attn import shadow_attention
+from support.optimizer import Masters
+from support.run import Run, read_list
+
+TINY = os.path.join(ROOT, "data", "tiny")
+REAL = os.environ.get("SMD_REAL_WEIGHTS")
+
+
+@torch.no_grad()
+def our_logits(model, ids):
+    """(n, V) of one dense sequence."""
+    n = len(ids)
+    until = torch.full((model.config.n_kv_head, n), n, dtype=torch.int32)
+
+    def attend(layer, q, k, v):
+        return shadow_attention(q, k, v, until, impl="ref")
+    return model.logits(model(torch.tensor(ids), torch.arange(n), attend))
+
+
+@torch.no_grad()
+def their_logits(folder, ids):
+    hf = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    return hf(input_ids=torch.tensor([ids])).logits[0]
+
+
+def trained(folder, out):
+    """The model of `folder` with the weights of out's checkpoint."""
+    model = Transformer.from_pretrained(folder)
+    with torch.no_grad():
+        for p, master in zip(model.parameters(), read_checkpoint(out)["learner"]["masters"]):
+            p.copy_(master)
+    return model
+
+
+def a_prompt(tok):
+    return Problems("kv", tok, seed=0, tokens=64, n_eval=1).get("eval", [0])[1][0]
+
+
+def test_transformers_computes_what_the_run_did(finished):
+    """Logits of the last weights, of the best, and the same greedy tokens. The control: weights of
+    before the run, which the best ones are here."""
+    out = finished[0]
+    tok = Tokenizer(TINY)
+    ids = a_prompt(tok)
+    last, start = trained(TINY, out), Transformer.from_pretrained(TINY)
+    assert [read_list(os.path.join(out, name))[0] for name in ("model", "best")] == [4, 0]
+    moved = (our_logits(last, ids) - our_logits(start, ids)).abs().max()
+    assert moved > 1e-2
+    for name, model in (("model", last), ("best", start)):
+        folder = os.path.join(out, name)
+        gap = (their_logits(folder, ids) - our_logits(model, ids)).abs().max()
+        assert gap <= 1e-4 < moved / 10
+        hf = AutoModelForCausalLM.from_pretrained(folder)
+        assert hf.dtype == torch.float32
+        theirs = hf.generate(torch.tensor([ids]), do_sample=False, max_new_tokens=8)[0, len(ids):]
+        r = generate(model, [ids], 1, 8, temperature=0.0, evict="none", stop_ids=tok.stop_ids)
+        assert theirs.tolist() == r.tokens[0, 0, :r.lengths[0, 0]].tolist()
+
+
+def test_the_tokenizer_goes_along(finished):
+    """It reads and writes as the one that the run began with; so does what stops a response."""
+    folder, ours = os.path.join(finished[0], "model"), Tokenizer(TINY)
+    text = "The code for pin is 4817.\nRepeat each word with its code: pin."
+    theirs = AutoTokenizer.from_pretrained(folder)
+    assert theirs(text)["input_ids"] == ours.encode(text) == Tokenizer(folder).encode(text)
+    assert theirs.decode(ours.encode(text)) == text
+    assert Tokenizer(folder).stop_ids == ours.stop_ids
+    for name in ("generation_config.json", "tokenizer_config.json", "tokenizer.json"):
+        with open(os.path.join(folder, name)) as a, open(os.path.join(TINY, name)) as b:
+            assert a.read() == b.read()
+
+
+def test_bfloat16_is_written_as_it_was_sampled(tmp_path):
+    """The masters rounded, not the masters; config.json names the type."""
+    out = str(tmp_path / "out")
+    train_here("--dtype=bfloat16", "--steps=1", "--lr=1e-2", f"--out_dir={out}")
+    found = load_file(os.path.join(out, "model", "model.safetensors"))
+    masters = trained(TINY, out).tensors()
+    assert {x.dtype for x in found.values()} == {torch.bfloat16}
+    assert len(found) == len(masters)
+    for name, master in masters.items():
+        assert torch.equal(found["model." + name], master.bfloat16())
+    assert not all(torch.equal(m, m.bfloat16().float()) for m in masters.values())
+    with open(os.path.join(out, "model", "config.json")) as f:
+        assert json.load(f)["dtype"] == "bfloat16"
+    hf = AutoModelForCausalLM.from_pretrained(os.path.join(out, "model"))
+    assert hf.dtype == torch.bfloat16
+
+
+@pytest.mark.skipif(not REAL, reason="SMD_REAL_WEIGHTS names no folder")
+def test_a_real_checkpoint_comes_back(tmp_path):
+    """SmolLM2 in bfloat16, one optimizer step away from what was loaded: type, tie, chat template
+    and generation_config are kept; logits are equal in fp32. The control: before the step."""
+    source, out = os.path.join(REAL, "smollm2"), str(tmp_path / "out")
+    tok = Tokenizer(source)
+    ids = tok.chat([{"role": "user", "content": "Name three rivers."}])
+    model = Transformer.from_pretrained(source, dtype=torch.bfloat16)
+    c = SimpleNamespace(out_dir=out, resume=False, overwrite=False, steps=1, lr=1e-4, beta2=0.95,
+                        weight_decay=0.0)
+    opt = Masters(model, c)
+    for master in opt.masters:
+        master.grad = torch.full_like(master, 1e-3)
+    opt.step(1e-3, 1e9)
+    Run(c, set(), inputs=dict(model=source)).write_model("model", model, reward=0.0)
+    folder = os.path.join(out, "model")
+    with open(os.path.join(folder, "model.safetensors"), "rb") as f:
+        head = f.read(100_000)
+    assert b"lm_head" not in head and b'"BF16"' in head and b'"F32"' not in head
+    hf = AutoModelForCausalLM.from_pretrained(folder)
+    assert hf.dtype == torch.bfloat16 and hf.lm_head.weight is hf.model.embed_tokens.weight
+    assert hf.generation_config.eos_token_id in tok.stop_ids
+    assert AutoTokenizer.from_pretrained(folder).apply_chat_template(
+        [{"role": "user", "content": "Name three rivers."}], add_generation_prompt=True,
+        return_dict=False) == ids
+    ours = our_logits(model.float(), ids)
+    gap = (their_logits(folder, ids) - ours).abs().max()
+    print(f"largest logit difference {gap:.1e} of {ours.abs().max():.0f}")
+    assert gap <= 2e-4  # either fp32 forward is up to 8e-5 away from an fp64 one
+    assert (their_logits(source, ids) - ours).abs().max() > 1e-1
+
+
+# generating from them
+
+@pytest.fixture
+def saved(finished, tmp_path):
+    """A folder of a run, to be changed."""
+    shutil.copytree(finished[0], tmp_path / "out")
+    return tmp_path / "out"
+
+
+def printed(capsys, *args):
+    asked = ["--prompt=" + "The code for pin is 4817. " * 5, "--device=cpu", "--max_new_tokens=3"]
+    command.main([*asked, *args])
+    return capsys.readouterr().out.splitlines()
+
+
+def test_generate_keeps_what_the_run_kept(saved, capsys):
+    """Said in one line; what is asked for wins; a folder without a run has the usual defaults."""
+    for name in ("model", "best"):
+        lines = printed(capsys, f"--model={saved / name}")
+        assert lines[0].startswith("[as in the run that saved it: --evict=snapkv --budget=24 ")
+        assert "--window=16" in lines[0] and " 24 kept per layer" in lines[-1]
+    lines = printed(capsys, f"--model={saved / 'model'}", "--budget=30", "--window=8")
+    assert " 30 kept" in lines[-1] and "--budget" not in lines[0] and "--window" not in lines[0]
+    shutil.move(saved / "model", saved.parent / "model")
+    lines = printed(capsys, f"--model={saved.parent / 'model'}", "--budget=40", "--sinks=2")
+    assert " 40 kept" in lines[-1] and not any("as in the run" in line for line in lines)
+
+
+def test_generate_takes_the_runs_template(saved, capsys):
+    (saved / "model" / "chat_template.jinja").write_text(
+        "{{ messages[0].content }}{% if not short %} code code{% endif %}")
+    before = printed(capsys, f"--model={saved / 'model'}")
+    c = json.loads((saved / "config.json").read_text())
+    (saved / "config.json").write_text(json.dumps(dict(c, template='{"short": true}')))
+    after = printed(capsys, f"--model={saved / 'model'}")
+    assert "--template" in after[0] and "--template" not in before[0]
+    tokens = [int(lines[-1].split()[0][1:]) for lines in (before, after)]
+    assert tokens[0] == tokens[1] + 2
+
+
+@pytest.mark.parametrize("change, says", [
+    (dict(budget="many"), "budget expects int, got str 'many'"),
+    (dict(evict="best"), "evict must be one of none, snapkv"),
+    (dict(budget=5), "budget 5 must be above")])
+def test_generate_refuses_a_run_of_other_settings(saved, change, says):
+    c = json.loads((saved / "config.json").read_text())
+    (saved / "config.json").write_text(json.dumps(dict(c, **change)))
+    with pytest.raises(SystemExit, match=f"^error: [^\n]*{says}"):
+        command.main(["--prompt=x", f"--model={saved / 'model'}", "--device=cpu"])

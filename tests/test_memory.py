@@ -1,0 +1,335 @@
+"""support/memory.py and what train.py makes of it: the dry run, and runs whose memory ends."""
+import os
+import re
+
+import pytest
+import torch
+
+import rollout
+import train
+from conftest import prompts, read_checkpoint, read_log, toy, train_here
+from experiments import ablate
+from support.memory import Cost, compare, highest, measure, ran_out
+
+MB = 10**6
+GONE = "[enforce fail at alloc_cpu.cpp:117] . DefaultCPUAllocator: can't allocate memory: you"
+
+
+@pytest.fixture(autouse=True)
+def no_collection(monkeypatch):
+    """Looking through all objects of a process with so many libraries is most of a dry run."""
+    monkeypatch.setattr("gc.collect", lambda: 0)
+
+
+# memory of a piece of a program
+
+def test_a_peak_is_measured_though_it_is_gone():
+    """200 MB that live within the call alone; the control allocates nothing."""
+    some, none = (measure(lambda n=n: torch.ones(n * MB // 4).sum(), "cpu") for n in (200, 1))
+    assert 150 * MB < some.peak - none.peak < 250 * MB and some.fits
+    assert measure(lambda: torch.ones(50 * MB // 4), "cpu").peak < some.peak - 100 * MB
+
+
+def test_a_system_that_does_not_say(monkeypatch, capsys):
+    """The dry run then tells seconds, and that peaks are not known; no trials."""
+    def closed(path, *args):
+        raise PermissionError(path)
+    monkeypatch.setattr("builtins.open", closed)
+    cost = measure(lambda: None, "cpu")
+    assert cost.peak is None and cost.fits
+    compare(dict(all=lambda c: None), {}, "cpu", trials=None, first={})
+    assert "not known" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("error, yes", [
+    (torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB"), True),
+    (RuntimeError(GONE), True), (MemoryError(), True),
+    (RuntimeError("CUBLAS_STATUS_ALLOC_FAILED when calling"), True),
+    (RuntimeError("Triton Error [CUDA]: out of memory"), True),
+    (RuntimeError("shapes differ"), False), (ValueError("out of memory"), False)])
+def test_which_errors_say_that_memory_ran_out(error, yes):
+    assert ran_out(error) == yes
+
+    def fail():
+        raise error
+    if yes:
+        assert not measure(fail, "cpu").fits
+    else:
+        with pytest.raises(type(error)):
+            measure(fail, "cpu")
+
+
+def test_an_error_that_hides_another():
+    """as the end of a CUDA graph does; the control hides one of another kind"""
+    def hides(error):
+        try:
+            try:
+                raise error
+            finally:
+                raise RuntimeError("operation failed due to a previous error during capture")
+        except RuntimeError as e:
+            return e
+    assert ran_out(hides(torch.OutOfMemoryError("CUDA out of memory")))
+    assert not ran_out(hides(RuntimeError("shapes differ")))
+
+
+def test_the_highest_phase_is_that_which_did_not_fit():
+    costs = dict(a=Cost(5, 1), b=Cost(9, 1), c=Cost(3, 1))
+    assert highest(costs) == "b"
+    assert highest(dict(costs, d=Cost(1, 1, fits=False))) == "d"
+
+
+# the dry run
+
+def rows(printed):
+    """{name: what stands behind it} of the dry run's lines."""
+    return {line[:24].strip(): line[24:].split() for line in printed.splitlines()
+            if re.match(r"(sampling|learning|evaluation|--)", line)}
+
+
+def test_dry_run_prints_peaks_and_writes_nothing(tmp_path, capsys, monkeypatch):
+    """Each prompt is as long as may be, each response too; weights stay, bit by bit. The control
+    learns at another rate."""
+    lengths, weights = [], []
+    generate, dry_run_of, update = train.generate, train.dry_run_of, train.update
+
+    def watched(model, ids, *args, **kwargs):
+        r = generate(model, ids, *args, **kwargs)
+        lengths.append({(len(p), n) for p, ns in zip(ids, r.lengths.tolist()) for n in ns})
+        return r
+
+    def around(c, net, *args, **kwargs):
+        weights[:] = [[p.clone() for p in net.parameters()]]
+        dry_run_of(c, net, *args, **kwargs)
+        weights.append(list(net.parameters()))
+
+    monkeypatch.setattr(train, "generate", watched)
+    monkeypatch.setattr(train, "dry_run_of", around)
+    train_here("--dry_run=True", f"--out_dir={tmp_path / 'out'}")
+    printed = capsys.readouterr().out
+    assert os.listdir(tmp_path) == []
+    assert all(map(torch.equal, *weights))
+    assert lengths[:3] == [{(64, 4)}] * 3 and {(64, 5)} == set().union(*lengths[3:])
+    found = rows(printed)
+    assert list(found)[:3] == ["sampling", "learning", "evaluation"]
+    highest = max(float(peak) for peak, _ in list(found.values())[:3])
+    for name, (peak, change, seconds) in list(found.items())[3:]:
+        key, value = name[2:].split("=")
+        assert value != str(train.DEFAULTS[key]) and float(seconds) > 0
+        assert float(peak) - highest == pytest.approx(float(change), abs=2e-3)
+    assert len(found) >= 5
+
+    def learns(*args, **kwargs):
+        return update(*args, **{**kwargs, "lr": 1e-2})
+    monkeypatch.setattr(train, "update", learns)
+    monkeypatch.setattr(train, "savings", lambda *args: {})
+    train_here("--dry_run=True", f"--out_dir={tmp_path / 'out'}")
+    assert not all(map(torch.equal, *weights))
+
+
+def test_dry_run_leaves_a_run_alone(finished, monkeypatch):
+    """Whatever else is asked of its out_dir."""
+    monkeypatch.setattr(train, "savings", lambda *args: {})
+    def times():
+        return {name: os.stat(os.path.join(finished[0], name)).st_mtime_ns
+                for name in os.listdir(finished[0])}
+    before = times()
+    for more in ("--overwrite=True", "--resume=True"):
+        train_here("--dry_run=True", more, f"--out_dir={finished[0]}")
+    assert times() == before
+    with pytest.raises(SystemExit, match="at most|exceed"):  # still checked like any request
+        train_here("--dry_run=True", "--prompt_tokens=9999999", f"--out_dir={finished[0]}")
+
+
+@pytest.mark.parametrize("objective", ["ppo", "dpo"])
+def test_dry_run_of_other_objectives(objective, capsys, monkeypatch):
+    monkeypatch.setattr(train, "savings", lambda *args: {})
+    train_here("--dry_run=True", f"--objective={objective}", "--out_dir=nowhere")
+    assert list(rows(capsys.readouterr().out))[:3] == ["sampling", "learning", "evaluation"]
+    assert not os.path.exists("nowhere")
+
+
+def test_a_trial_that_does_not_fit(capsys, monkeypatch):
+    """It says so and the next goes on; where the step itself does not fit, what makes it fit shows
+    its peak."""
+    update = train.update
+
+    def hungry(net, opt, *args, c, **kwargs):
+        if c.prompts > 1 and c.checkpointing == bad:
+            torch.empty(2**50)
+        return update(net, opt, *args, c=c, **kwargs)
+
+    monkeypatch.setattr(train, "update", hungry)
+    monkeypatch.setattr("support.memory.highest", lambda costs: max(
+        costs, key=lambda name: (not costs[name].fits, name == "learning")))
+    bad = True
+    train_here("--dry_run=True", "--out_dir=nowhere")
+    found = rows(capsys.readouterr().out)
+    assert found["--checkpointing=True"][:3] == ["out", "of", "memory"]
+    assert len(found["--group=2"]) == len(found["--micro_rows=128"]) == 3
+    bad = False
+    train_here("--dry_run=True", "--out_dir=nowhere")
+    found = rows(capsys.readouterr().out)
+    assert found["learning"][:3] == ["out", "of", "memory"] and "evaluation" not in found
+    assert len(found["--checkpointing=True"]) == 2  # no difference to what is unknown
+    assert found["--group=2"][:3] == ["out", "of", "memory"]
+
+
+@pytest.mark.parametrize("ask", [
+    (), ("--distill=0",), ("--objective=dpo",), ("--prompts=5", "--micro_rows=1024"),
+    ("--teacher=initial",), ("--micro_rows=100",), ("--prompts=1",)])
+def test_the_micro_rows_that_are_offered_make_more_micro_batches(ask):
+    """Or none are offered, where each holds one prompt already."""
+    c = train.settings(["--micro_rows=2048", *ask])
+    r = rollout.generate(toy(), prompts(*[c.prompt_tokens] * c.prompts), c.group, c.max_new_tokens,
+                         eviction=train.eviction_of(c))
+    if c.objective == "dpo":
+        r = r.select(range(c.prompts), torch.tensor([[0, 1]] * c.prompts))
+    copies = len(train.policies_of(c))
+    now = train.micro_batches(r, copies, c.micro_rows)
+    offered = train.savings(c, "learning").get("micro_rows")
+    if len(now[0]) == 1:
+        assert offered is None
+    else:
+        assert len(train.micro_batches(r, copies, offered)[0]) < len(now[0])
+
+
+def test_what_is_offered_is_allowed_and_other():
+    """Of the smallest and of odd settings too."""
+    least = ("--prompts=1", "--group=2", "--eval_batch=1", "--budget=23", "--max_new_tokens=1")
+    for ask in ((), least, ("--evict=none",), ("--objective=dpo",), (*least, "--checkpointing=1")):
+        if "--checkpointing=1" in ask:
+            ask = (*least, "--checkpointing=True")
+        c = train.settings([*ask])
+        for phase in ("sampling", "learning", "evaluation"):
+            for key, value in train.savings(c, phase).items():
+                other = train.changed(c, key, value)
+                assert getattr(other, key) == value != getattr(c, key)
+                assert {**vars(other), key: getattr(c, key)} == vars(c)
+    assert train.savings(c, "learning") == train.savings(c, "sampling") == {}
+    assert train.savings(train.settings(["--evict=none"]), "sampling")["evict"] == "snapkv"
+
+
+def test_no_arm_is_a_dry_run():
+    arms = ["config/smd.py", "config/naive.py"]
+    ablate.request(arms, [], range(1))
+    with pytest.raises(ValueError, match="dry_run=True trains nothing"):
+        ablate.request(arms, ["--dry_run=True"], range(1))
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_on_a_card(tmp_path, capsys):
+    """Peaks are counted to the byte but for rounding; a run on a card that is too small says so in
+    one line, wherever memory runs out."""
+    some = measure(lambda: torch.ones(50 * MB, device="cuda").sum(), "cuda")
+    none = measure(lambda: torch.ones(1, device="cuda").sum(), "cuda")
+    assert 199 * MB < some.peak - none.peak < 210 * MB
+    ask = ["--device=cuda", "--prompts=64", "--save_every=99", "--eval_every=99",
+           f"--out_dir={tmp_path / 'out'}"]
+    train_here(*ask, "--dry_run=True")
+    assert len(rows(capsys.readouterr().out)) >= 5
+    ends = set()
+    whole = torch.cuda.get_device_properties(0).total_memory
+    for mb in (60, 90, 120, 160, 200):
+        torch.cuda.set_per_process_memory_fraction(mb * MB / whole)
+        try:
+            train_here(*ask, "--overwrite=True")
+        except SystemExit as e:
+            ends.add(str(e))
+        finally:
+            torch.cuda.set_per_process_memory_fraction(1.0)
+    print("\n".join(ends))
+    assert ends and all(re.match("error: out of memory ", end) for end in ends)
+
+
+# a run whose memory ends
+
+def fail_at(monkeypatch, owner, name, call):
+    """Asks for a petabyte at that call."""
+    real, calls = getattr(owner, name), []
+
+    def fails(*args, **kwargs):
+        calls.append(name)
+        if len(calls) == call:
+            torch.empty(2**50)
+        return real(*args, **kwargs)
+    monkeypatch.setattr(owner, name, fails)
+
+
+@pytest.mark.parametrize("owner, name, call, more, step, phase, offers", [
+    (rollout, "prefill", 6, [], 3, "sampling",
+     "lower: a new run with --prompts=1 (now 2) or --group=2 (now 4)"),
+    (train, "replay", 5, [], 3, "learning",
+     "lower: --resume=True and --micro_rows=128 (now 16384) or --checkpointing=True (now False); "
+     "lower: a new run with --group=2 (now 4); "),
+    (rollout, "prefill", 1, [], 0, "evaluation", "lower: --resume=True and --eval_batch=2 (now"),
+    (train, "replay", 4, ["--eval_every=2"], 2, "evaluation", "--eval_batch=2 (now 128)"),
+])
+def test_it_says_where_and_loses_no_step(finished, tmp_path, monkeypatch, owner, name, call, more,
+                                         step, phase, offers):
+    """One line: phase, memory held, settings that lower it, what was kept: all steps that were
+    done. A resume ends where the undisturbed run ended."""
+    out = str(tmp_path / "out")
+    ask = ["--save_every=99", "--eval_every=99", *more, f"--out_dir={out}"]
+    with monkeypatch.context() as m:
+        fail_at(m, owner, name, call)
+        with pytest.raises(SystemExit) as e:
+            train_here(*ask)
+    line = str(e.value)
+    assert re.match(rf"error: out of memory in step {step}, \d\.\d+ GB held, in {phase}; ", line)
+    assert offers in line and "--dry_run=True" in line and "\n" not in line
+    assert line.endswith(f"; {out}/ckpt.pt holds step {step}")
+    assert read_checkpoint(out)["step"] == step
+    train_here(*ask, "--resume=True", "--eval_batch=2")
+    ours, whole = (read_checkpoint(x)["learner"]["masters"] for x in (out, finished[0]))
+    assert all(map(torch.equal, ours, whole))
+    assert read_log(out)[1] == read_log(finished[0])[1]
+
+
+@pytest.mark.parametrize("owner, name, call, more", [
+    (torch.optim.AdamW, "step", 4, []), (train, "replay", 9, ["--updates=2"])])
+def test_weights_that_an_update_has_begun_to_change_are_not_saved(
+        tmp_path, monkeypatch, owner, name, call, more):
+    """Inside the optimizer, or in a rollout's second update: what was saved before is kept."""
+    out = str(tmp_path / "out")
+    fail_at(monkeypatch, owner, name, call)
+    with pytest.raises(SystemExit, match=f"in step 3, .* in learning; .*; {out}/ckpt.pt holds "
+                       "step 0"):
+        train_here("--save_every=99", "--eval_every=99", *more, f"--out_dir={out}")
+    assert read_checkpoint(out)["step"] == 0
+
+
+def test_a_disk_that_is_full_too(tmp_path, monkeypatch):
+    """The line tells both."""
+    fail_at(monkeypatch, train, "replay", 3)
+    save = train.Run.save
+
+    def full(run, state):
+        if run.step:
+            raise OSError("could not write ckpt.pt: no space left")
+        save(run, state)
+    monkeypatch.setattr(train.Run, "save", full)
+    with pytest.raises(SystemExit, match="learning; .* could not be saved: .*no space.*holds "
+                       "step 0"):
+        train_here(f"--out_dir={tmp_path / 'out'}")
+
+
+def test_other_errors_stay_what_they_are(tmp_path, monkeypatch):
+    def broken(*args, **kwargs):
+        raise RuntimeError("shapes differ")
+    monkeypatch.setattr(train, "replay", broken)
+    with pytest.raises(RuntimeError, match="shapes differ"):
+        train_here(f"--out_dir={tmp_path / 'out'}")
+
+
+def test_a_step_that_never_fits(monkeypatch):
+    fail_at(monkeypatch, rollout, "prefill", 1)
+    with pytest.raises(SystemExit, match="out of memory in sampling with a single prompt"):
+        train_here("--dry_run=True", "--out_dir=nowhere")
+
+
+def test_a_model_that_cannot_be_loaded(tmp_path, monkeypatch):
+    fail_at(monkeypatch, train.Transformer, "from_pretrained", 1)
+    with pytest.raises(SystemExit, match="error: .*while the model was loaded"):
+        train_here(f"--out_dir={tmp_path / 'out'}")
+    assert not os.listdir(tmp_path)
