@@ -30,10 +30,10 @@ from types import SimpleNamespace
 import torch
 
 from data.files import check_files, files_of, is_file
-from data.rewards import RewardError, check_name, explain, find, means, named_numbers
-from data.tasks import TASKS, Problems
-from data.tasks import reward as reward_of
+from data.rewards import RewardError, check_name, find, means
+from data.tasks import TASKS, Problems, judge
 from data.tokenizer import Tokenizer
+from dry_run import PHASES, dry_run_of, savings
 from grpo import CORRECTIONS, GRPO, NORMS, replay
 from kvcache import EVICT, SPREAD, Eviction
 from model import Transformer, find_checkpoint, read_config
@@ -43,19 +43,10 @@ from rollout import generate
 from support.checkpoint import fingerprint
 from support.configurator import check_ranges, configure, help_if_asked
 from support.jsonfile import parse_object, shown
-from support.memory import compare, memory_errors, saving_if_memory_runs_out
+from support.memory import memory_errors, memory_of, saving_if_memory_runs_out
 from support.metrics import Metrics
 from support.optimizer import Masters
-from support.run import (
-    Run,
-    choose_device,
-    memory_of,
-    one_line_errors,
-    progress,
-    read_list,
-    say,
-    tell,
-)
+from support.run import Run, choose_device, one_line_errors, progress, read_list, say, tell
 from support.tracker import TRACKERS, Tracker, check_tracker
 
 OBJECTIVES = {"grpo": GRPO, "ppo": PPO, "dpo": DPO}
@@ -161,15 +152,16 @@ NOT_LOADED = ("out of memory while the model was loaded, before the first step: 
 
 
 def main(argv):
+    me = sys.modules[__name__]  # for dry_run.py
     with one_line_errors(ValueError, OSError, MemoryError), memory_errors(NOT_LOADED):
         c, run, net, tok, problems, objective, opt, teacher = setup(argv)
         if c.dry_run:
-            dry_run_of(c, net, problems, learner=(objective, opt, teacher))
+            dry_run_of(me, c, net, problems, learner=(objective, opt, teacher))
             return
     # a full disk, a reward that is no number, an update that is not finite, too little memory
     with (one_line_errors(OSError, ValueError, FloatingPointError, MemoryError, also=run.kept),
           run.saved_before(RewardError, opt),
-          saving_if_memory_runs_out(run, opt, PHASES, savings)):
+          saving_if_memory_runs_out(run, opt, PHASES, functools.partial(savings, me))):
         while True:
             # 0. evaluate on held-out problems, also before the first step and after the last; then
             # save, as a checkpoint counts what stands in the log before it
@@ -325,31 +317,6 @@ def ids_of(rollout):
 def decode(tok, rollout, special=True):
     """The text of each response: B lists of G. special: with stop tokens and the like."""
     return [[tok.decode(ids, special=special) for ids in group] for group in ids_of(rollout)]
-
-
-def judge(batch, texts, split, first, tokens=None):
-    """Rewards of the responses to each problem -> B lists of G, {name: a list of one number per
-    response} of what else a function of one's own returns. split, first: how the problems are
-    called. tokens: B lists of G lists of ids, for such a function. Raises RewardError, naming the
-    problem, for one that is no finite number."""
-    rewards, parts = [], {}
-    for b, (problem, group) in enumerate(zip(batch, texts)):
-        rewards.append([])
-        for g, text in enumerate(group):
-            try:
-                if callable(problem.rule):
-                    found = problem.rule(problem.row, text, tokens[b][g])
-                else:
-                    found = named_numbers(reward_of(problem, text))
-            except (Exception, SystemExit) as e:  # whatever somebody's own rule may raise
-                question = shown(problem.text.splitlines()[-1])
-                where = f"{split} problem {first + b} {problem.where}".strip()
-                raise RewardError(f"the reward of {where} ({question}, response {shown(text)}) "
-                                  f"{explain(e)}") from None
-            rewards[b].append(found.pop("reward"))
-            for name, x in found.items():
-                parts.setdefault(name, []).append(x)
-    return rewards, parts
 
 
 def facts(rollout, rewards, parts):
@@ -630,93 +597,6 @@ def check_memory(c, net):
             raise ValueError(f"{key} {getattr(c, key)} is too much: {samples} samples at a time "
                              f"take at least {samples * size / 1e9:.0f} GB, {c.device} has "
                              f"{there / 1e9:.0f} GB; {key} {most} might fit")
-
-
-# too little memory
-
-PHASES = dict(generate="sampling", update="learning", evaluate="evaluation")  # by function
-REACHES = dict(checkpointing=["learning"], micro_rows=["learning", "evaluation"],
-               eval_batch=["evaluation"])  # settings that leave the other phases as they are
-
-
-def savings(c, phase):
-    """{key: value}: settings that lower the peak of a phase, first what changes no result."""
-    if phase == "sampling":
-        found = dict(prompts=c.prompts // 2, group=c.group // 2)
-        if c.evict == "none":
-            found = dict(evict="snapkv", **found)
-        else:
-            found = dict(found, budget=min(c.budget, c.prompt_tokens) // 2)
-    elif phase == "learning":
-        samples = 2 if c.objective == "dpo" else c.group
-        found = dict(micro_rows=fewer_rows(c, c.prompts, len(policies_of(c)) * samples),
-                     checkpointing=True, group=c.group // 2)
-    else:
-        n = min(c.eval_batch, max(c.eval_problems, c.eval_final))
-        found = dict(eval_batch=n // 2, micro_rows=fewer_rows(c, n, copies=2))
-    return {key: value for key, value in found.items()
-            if value != getattr(c, key) and changed(c, key, value)}
-
-
-def fewer_rows(c, prompts, copies):
-    """micro_rows, halved until fewer prompts, with `copies` of the longest response each, are in a
-    micro-batch; as it is where one fills it."""
-    size, rows = c.prompt_tokens + copies * (c.max_new_tokens - 1), c.micro_rows
-    at_once = min(prompts, rows // size)
-    while at_once > 1 and rows >= at_once * size:
-        rows //= 2
-    return rows
-
-
-def changed(c, key, value):
-    """The settings with one of them changed; None where that is refused."""
-    try:
-        return settings([f"--{name}={x}" for name, x in {**vars(c), key: value}.items()])
-    except ValueError:
-        return None
-
-
-def dry_run_of(c, net, problems, learner):
-    """Measure one step at the longest prompts and responses, and an evaluation batch, then the same
-    with each setting changed that may lower the peak. Weights stay: lr is 0. learner: objective,
-    optimizer, teacher."""
-    objective, opt, teacher = learner
-    rng = torch.Generator().manual_seed(0)
-    rollouts = {}
-
-    def prompts(n):
-        return torch.randint(net.vocab_used, (n, c.prompt_tokens), generator=rng).tolist()
-
-    def held_out(split, indices):
-        """Any problem, as responses are decoded to nothing; prompts of full length."""
-        return problems.get("eval", [0])[0] * len(indices), prompts(len(indices))
-
-    def sampling(c):
-        rollouts[c.prompts, c.group] = generate(
-            net, prompts(c.prompts), c.group, c.max_new_tokens, temperature=c.temperature,
-            eviction=eviction_of(c))
-
-    def learning(c):
-        for p in (*opt.params, *opt.masters):  # of an update that did not fit
-            p.grad = None
-        rewards = torch.arange(c.prompts * c.group, device=net.device) % 2.0
-        update(net, opt, objective, rollouts[c.prompts, c.group],
-               rewards=rewards.view(c.prompts, c.group), c=c, lr=0.0, teacher=teacher)
-
-    def evaluation(c):
-        endless = SimpleNamespace(stop_ids=(), decode=lambda ids, special: "")
-        for eviction in (eviction_of_evaluation(c), Eviction("none")):
-            evaluate(net, endless, SimpleNamespace(get=held_out), c, eviction=eviction,
-                     n=min(c.eval_batch, problems.n_eval))
-
-    def trials(phase):
-        return {f"--{key}={value}": (changed(c, key, value), REACHES.get(key, phases))
-                for key, value in savings(c, phase).items()}
-
-    small = SimpleNamespace(**{**vars(c), "prompts": 1, "eval_batch": 1,
-                               "max_new_tokens": min(c.max_new_tokens, 4)})
-    phases = dict(sampling=sampling, learning=learning, evaluation=evaluation)
-    compare(phases, c, c.device, trials=trials, first=small)
 
 
 def introduce(c, folder, net, problems):

@@ -33,11 +33,10 @@ import math
 import random
 from dataclasses import replace
 
-import numpy as np
-
 from data.answers import RULES, after_thought, in_form, is_number, last_number, only_number
 from data.files import HOLD_OUT, Problem, file_problem, files_of, is_file, read_splits
-from data.rewards import earns, rule_of
+from data.rewards import RewardError, earns, explain, named_numbers, number, rule_of
+from support.jsonfile import shown
 
 THINGS = """anchor apple arrow badge ball banner barrel basket bell blanket boat bottle bowl box
 bridge broom brush bucket button cabin camera candle carpet castle chain chair clock coat coin
@@ -292,7 +291,7 @@ def reward(problem, text):
     the rule of a task of your own returns. text: without stop tokens, which would be words of
     it. Empty text, a thought, or a gold answer that its rule cannot read earns 0. Where the
     problem names no rule it is the task's; problems from a file are then judged by their last
-    number if the gold answer is one number, else by their words. ValueError where a task's rule
+    number if the gold answer is one number, else by their words. RewardError where a rule
     returns no finite number."""
     text = after_thought(text, problem.thinks)
     if problem.rule == "auto" and problem.task in TASKS:
@@ -301,13 +300,32 @@ def reward(problem, text):
         rule = rule_of(problem.rule, problem.answer)
     if not text:
         return 0.0
-    earned = rule(text, problem.answer)
-    if isinstance(earned, np.generic):  # numpy's bool and the like
-        earned = earned.item()
-    if not isinstance(earned, (bool, int, float)) or not math.isfinite(earned):
-        raise ValueError(f"the rule of task {problem.task} returns {earned!r}, must be True, "
-                         "False or a finite number")
-    return float(earned)
+    return number(rule(text, problem.answer))
+
+
+def judge(batch, texts, split, first, tokens=None):
+    """Rewards of the responses to each problem -> B lists of G, {name: a list of one number per
+    response} of what else a function of one's own returns. split, first: how the problems are
+    called. tokens: B lists of G lists of ids, for such a function. Raises RewardError, naming the
+    problem, for one that is no finite number."""
+    rewards, parts = [], {}
+    for b, (problem, group) in enumerate(zip(batch, texts)):
+        rewards.append([])
+        for g, text in enumerate(group):
+            try:
+                if callable(problem.rule):
+                    found = problem.rule(problem.row, text, tokens[b][g])
+                else:
+                    found = named_numbers(reward(problem, text))
+            except (Exception, SystemExit) as e:  # whatever somebody's own rule may raise
+                question = shown(problem.text.splitlines()[-1])
+                where = f"{split} problem {first + b} {problem.where}".strip()
+                raise RewardError(f"the reward of {where} ({question}, response {shown(text)}) "
+                                  f"{explain(e)}") from None
+            rewards[b].append(found.pop("reward"))
+            for name, x in found.items():
+                parts.setdefault(name, []).append(x)
+    return rewards, parts
 
 
 TASKS = {

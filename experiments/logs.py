@@ -101,6 +101,7 @@ KEPT = ("kind", "step", "reward", "loss", "kl", "gap", "gap_max", "weight", "rej
         "problems", "eval_compressed", "eval_dense", "eval_accept", "eval_accept_p05",
         "eval_length", "eval_length_dense", "seconds")
 KV = ("kv_kept", "kv_dense", "kv_dense_shared")  # of the last step only
+NAMED = ("reward_", "eval_compressed_", "eval_dense_")  # by a reward function of one's own
 
 
 def compact(log):
@@ -108,7 +109,7 @@ def compact(log):
     it is."""
     steps, out = [r for r in log if "reward" in r], []
     for r in log:
-        row = {k: r[k] for k in KEPT if k in r}
+        row = {k: r[k] for k in (*KEPT, *r) if k in r and (k in KEPT or k.startswith(NAMED))}
         if "learn_s" in r:
             row["seconds"] = r["rollout_s"] + r["learn_s"]
         if r is steps[-1]:

@@ -13,6 +13,7 @@ not use. Nothing here knows what is trained.
 """
 import ctypes
 import gc
+import os
 import re
 import time
 import traceback
@@ -102,6 +103,15 @@ def release(error=None):
     else:
         with suppress(OSError, AttributeError):  # no glibc
             ctypes.CDLL(None).malloc_trim(0)
+
+
+def memory_of(device):
+    """Bytes of memory that a card or, for the CPU, this machine has; inf if it does not say."""
+    if device.startswith("cuda"):
+        return torch.cuda.get_device_properties(device).total_memory
+    if hasattr(os, "sysconf"):
+        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    return float("inf")
 
 
 def held(device, line="VmRSS"):

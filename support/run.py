@@ -183,15 +183,6 @@ def choose_device(c):
         torch.cuda.set_device(int(index or 0))  # the peak is asked of the current card
 
 
-def memory_of(device):
-    """Bytes of memory that a card or, for the CPU, this machine has; inf if it does not say."""
-    if device.startswith("cuda"):
-        return torch.cuda.get_device_properties(device).total_memory
-    if hasattr(os, "sysconf"):
-        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    return float("inf")
-
-
 # the folder
 
 def hold(out_dir):

@@ -131,7 +131,7 @@ def some_rewards(*shape):
 
 
 def share_of_digits(problem, text):
-    """A reward, in place of train.reward_of, of which every checkpoint earns some."""
+    """A reward, in place of data.tasks.reward, of which every checkpoint earns some."""
     return sum(map(str.isdigit, text)) / max(1, len(text))
 
 

@@ -1,4 +1,4 @@
-"""support/memory.py and what train.py makes of it: the dry run, and runs whose memory ends."""
+"""support/memory.py and dry_run.py: peaks, the dry run, and runs whose memory ends."""
 import os
 import re
 
@@ -8,6 +8,7 @@ import torch
 import rollout
 import train
 from conftest import prompts, read_checkpoint, read_log, toy, train_here
+from dry_run import changed, dry_run_of, savings
 from experiments import ablate
 from support.memory import Cost, compare, highest, measure, ran_out
 
@@ -91,16 +92,16 @@ def test_dry_run_prints_peaks_and_writes_nothing(tmp_path, capsys, monkeypatch):
     """Each prompt is as long as may be, each response too; weights stay, bit by bit. The control
     learns at another rate."""
     lengths, weights = [], []
-    generate, dry_run_of, update = train.generate, train.dry_run_of, train.update
+    generate, update = train.generate, train.update
 
     def watched(model, ids, *args, **kwargs):
         r = generate(model, ids, *args, **kwargs)
         lengths.append({(len(p), n) for p, ns in zip(ids, r.lengths.tolist()) for n in ns})
         return r
 
-    def around(c, net, *args, **kwargs):
+    def around(module, c, net, *args, **kwargs):
         weights[:] = [[p.clone() for p in net.parameters()]]
-        dry_run_of(c, net, *args, **kwargs)
+        dry_run_of(module, c, net, *args, **kwargs)
         weights.append(list(net.parameters()))
 
     monkeypatch.setattr(train, "generate", watched)
@@ -122,14 +123,14 @@ def test_dry_run_prints_peaks_and_writes_nothing(tmp_path, capsys, monkeypatch):
     def learns(*args, **kwargs):
         return update(*args, **{**kwargs, "lr": 1e-2})
     monkeypatch.setattr(train, "update", learns)
-    monkeypatch.setattr(train, "savings", lambda *args: {})
+    monkeypatch.setattr("dry_run.savings", lambda *args: {})
     train_here("--dry_run=True", f"--out_dir={tmp_path / 'out'}")
     assert not all(map(torch.equal, *weights))
 
 
 def test_dry_run_leaves_a_run_alone(finished, monkeypatch):
     """Whatever else is asked of its out_dir."""
-    monkeypatch.setattr(train, "savings", lambda *args: {})
+    monkeypatch.setattr("dry_run.savings", lambda *args: {})
     def times():
         return {name: os.stat(os.path.join(finished[0], name)).st_mtime_ns
                 for name in os.listdir(finished[0])}
@@ -143,7 +144,7 @@ def test_dry_run_leaves_a_run_alone(finished, monkeypatch):
 
 @pytest.mark.parametrize("objective", ["ppo", "dpo"])
 def test_dry_run_of_other_objectives(objective, capsys, monkeypatch):
-    monkeypatch.setattr(train, "savings", lambda *args: {})
+    monkeypatch.setattr("dry_run.savings", lambda *args: {})
     train_here("--dry_run=True", f"--objective={objective}", "--out_dir=nowhere")
     assert list(rows(capsys.readouterr().out))[:3] == ["sampling", "learning", "evaluation"]
     assert not os.path.exists("nowhere")
@@ -187,7 +188,7 @@ def test_the_micro_rows_that_are_offered_make_more_micro_batches(ask):
         r = r.select(range(c.prompts), torch.tensor([[0, 1]] * c.prompts))
     copies = len(train.policies_of(c))
     now = train.micro_batches(r, copies, c.micro_rows)
-    offered = train.savings(c, "learning").get("micro_rows")
+    offered = savings(train, c, "learning").get("micro_rows")
     if len(now[0]) == 1:
         assert offered is None
     else:
@@ -202,12 +203,12 @@ def test_what_is_offered_is_allowed_and_other():
             ask = (*least, "--checkpointing=True")
         c = train.settings([*ask])
         for phase in ("sampling", "learning", "evaluation"):
-            for key, value in train.savings(c, phase).items():
-                other = train.changed(c, key, value)
+            for key, value in savings(train, c, phase).items():
+                other = changed(train, c, key, value)
                 assert getattr(other, key) == value != getattr(c, key)
                 assert {**vars(other), key: getattr(c, key)} == vars(c)
-    assert train.savings(c, "learning") == train.savings(c, "sampling") == {}
-    assert train.savings(train.settings(["--evict=none"]), "sampling")["evict"] == "snapkv"
+    assert savings(train, c, "learning") == savings(train, c, "sampling") == {}
+    assert savings(train, train.settings(["--evict=none"]), "sampling")["evict"] == "snapkv"
 
 
 def test_no_arm_is_a_dry_run():

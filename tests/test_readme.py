@@ -180,7 +180,7 @@ def test_your_objective(example, tmp_path, monkeypatch, capsys):
     assert torch.allclose(logp.grad, torch.tensor([[[-0.125, -0.125], [0.125, 0.125]]]))
 
     monkeypatch.setitem(train.CHOICES, "objective", list(train.OBJECTIVES))
-    monkeypatch.setattr(train, "reward_of", share_of_digits)
+    monkeypatch.setattr("data.tasks.reward", share_of_digits)
     out = str(tmp_path / "out")
     small = ["--steps=1", "--prompts=2", "--eval_final=2", "--distill=0", "--device=cpu"]
     train.main(["--objective=reinforce", *small, f"--out_dir={out}"])

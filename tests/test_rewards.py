@@ -7,8 +7,7 @@ import sys
 import numpy as np
 import pytest
 
-import train
-from conftest import ROOT, read_checkpoint, read_log, train_here
+from conftest import ROOT, read_checkpoint, read_log, share_of_digits, train_here
 from data.answers import RULES
 from data.files import read_problems
 from data.rewards import Own, earns, named_numbers, number, place
@@ -177,8 +176,7 @@ def test_what_is_logged(mine, tmp_path, monkeypatch):
         assert row.pop("eval_compressed_tokens") == pytest.approx(row["eval_length"])
         assert row.pop("eval_dense_tokens") == pytest.approx(row["eval_length_dense"])
         assert row.pop("eval_compressed_known") == 0 == row.pop("eval_dense_known")
-    monkeypatch.setattr(train, "reward_of", lambda problem, text: sum(map(str.isdigit, text))
-                        / max(1, len(text)))
+    monkeypatch.setattr("data.tasks.reward", share_of_digits)
     train_here("--steps=2", f"--out_dir={tmp_path}/rule")
     assert (evals, steps) == read_log(f"{tmp_path}/rule")
     # nothing else of the log has a name that such a number could have

@@ -64,7 +64,7 @@ def test_resume_is_bitwise(finished, tmp_path):
 def test_objectives_resume_bitwise(name, tmp_path, monkeypatch):
     """As above. The controls resume without PPO's value head, or with DPO's trained weights as the
     reference."""
-    monkeypatch.setattr(train, "reward_of", share_of_digits)
+    monkeypatch.setattr("data.tasks.reward", share_of_digits)
     ask = [os.path.join(ROOT, "config", f"{name}.py"), "--eval_every=99", "--eval_final=1"]
     whole, halves, wrong = (str(tmp_path / x) for x in ("whole", "halves", "wrong"))
     train_here(*ask, f"--out_dir={whole}")
@@ -563,7 +563,7 @@ def test_the_best_model_is_kept(tmp_path, capsys, monkeypatch):
             said.append((problem.text, text))
         return float((problem.text, text) in said)
 
-    monkeypatch.setattr(train, "reward_of", as_at_first)
+    monkeypatch.setattr("data.tasks.reward", as_at_first)
     out = tmp_path / "out"
     train_here("--lr=1", "--warmup=0", "--eval_final=8", f"--out_dir={out}")
     evals = read_log(out)[0]

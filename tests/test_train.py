@@ -596,7 +596,7 @@ def test_a_loss_that_is_not_finite(name, tmp_path, monkeypatch):
             x = x * float("nan")
         return x, numbers
 
-    monkeypatch.setattr(train, "reward_of", share_of_digits)  # dpo learns from pairs alone
+    monkeypatch.setattr("data.tasks.reward", share_of_digits)  # dpo learns from pairs alone
     monkeypatch.setattr(train.OBJECTIVES[name], "loss", overflows)
     with pytest.raises(SystemExit, match="error: the gradient's norm is nan") as e:
         train_here(f"--objective={name}", "--save_every=1", "--eval_every=9", f"--out_dir={out}")
@@ -633,7 +633,7 @@ def test_what_is_not_finite_is_not_kept(model, tmp_path, monkeypatch):
 def test_rewards_that_are_numbers(value, tmp_path, monkeypatch):
     """Of equal ones only the KL is left, which learns nothing from wrong responses."""
     out = str(tmp_path / "out")
-    monkeypatch.setattr(train, "reward_of", lambda problem, text: value)
+    monkeypatch.setattr("data.tasks.reward", lambda problem, text: value)
     train_here("--steps=1", "--distill_on=reward", f"--out_dir={out}")
     step = read_log(out)[1][0]
     assert step["reward"] == value == read_log(out)[0][0]["eval_dense"]
@@ -655,7 +655,7 @@ def test_rewards_that_are_none(value, say, tmp_path, monkeypatch):
             raise value
         return value
 
-    monkeypatch.setattr(train, "reward_of", judged)
+    monkeypatch.setattr("data.tasks.reward", judged)
     # eight of an evaluation, then the second response to problem 1 of the first step
     for good, name, kept in ((8 + 5, "training problem 1", "holds step 0"),
                              (2, "held-out problem 2", "nothing was saved")):
@@ -692,7 +692,7 @@ def test_memory(tmp_path, monkeypatch):
 
 def test_the_dense_arm_is_evaluated_under_both_caches(tmp_path, monkeypatch):
     """By SnapKV with the settings' numbers: as the arm that evicts, before training."""
-    monkeypatch.setattr(train, "reward_of", share_of_digits)
+    monkeypatch.setattr("data.tasks.reward", share_of_digits)
     rows = {}
     for evict in ("none", "snapkv"):
         out = str(tmp_path / evict)
@@ -727,7 +727,7 @@ def test_the_first_and_the_last_two_evaluations_are_the_precise_ones(tmp_path):
 
 def test_every_seed_is_measured_on_the_same_problems(tmp_path, monkeypatch):
     """And under the same eviction, where it is random; but trained on others."""
-    monkeypatch.setattr(train, "reward_of", share_of_digits)
+    monkeypatch.setattr("data.tasks.reward", share_of_digits)
     rows = []
     for seed in (0, 1):
         out = tmp_path / str(seed)
@@ -750,7 +750,7 @@ def test_evaluate(monkeypatch):
     folder = os.path.join(ROOT, "data", "tiny")
     net, tok = Transformer.from_pretrained(folder), Tokenizer(folder)
     problems = Problems("kv", tok, seed=0, tokens=96, n_eval=6)
-    monkeypatch.setattr(train, "reward_of", share_of_digits)
+    monkeypatch.setattr("data.tasks.reward", share_of_digits)
     c = train.settings(FAST)
     e = train.eviction_of(c)
     assert e == Eviction("snapkv", budget=24, window=16, sinks=2, pool=7)

@@ -41,7 +41,8 @@ def documented():
     return found
 
 
-SETTINGS = [[], ["config/tis.py"], ["config/dpo.py"], ["config/ppo.py"], ["--ref_kl=0.1"]]
+SETTINGS = [[], ["config/tis.py"], ["config/dpo.py"], ["config/ppo.py"], ["--ref_kl=0.1"],
+            ["--reward=named:score"]]
 
 
 @pytest.fixture(scope="module")
@@ -49,8 +50,12 @@ def written(tmp_path_factory):
     """{kind: names} of the columns that any of SETTINGS, or a GPU, writes."""
     found = dict(step=set(), eval=set())
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(train, "reward", share_of_digits)
+        patch.setattr("data.tasks.reward", share_of_digits)
         patch.chdir(ROOT)
+        named = tmp_path_factory.mktemp("named")
+        (named / "named.py").write_text(
+            "def score(row, text, tokens):\n    return dict(reward=0, NAME=1)\n")
+        patch.syspath_prepend(named)
         for i, more in enumerate(SETTINGS):
             out = tmp_path_factory.mktemp("columns") / str(i)
             train_here(*more, "--steps=2", "--eval_every=9", f"--out_dir={out}")
@@ -88,7 +93,8 @@ def test_the_table_asks_for_every_setting(finished):
     alone = set().union(*(row.keys() for row in rows_of(finished[0])))
     assert alone < documented().keys()
     assert documented().keys() - alone == {
-        "weight", "rejected", "value", "value_loss", "pairs", "margin", "ref_kl", "peak_gb"}
+        "weight", "rejected", "value", "value_loss", "pairs", "margin", "ref_kl", "peak_gb",
+        "reward_NAME", "eval_compressed_NAME", "eval_dense_NAME"}
 
 
 def test_evaluations_carry_texts(finished):
@@ -136,7 +142,7 @@ def test_logs_are_read_with_and_without_texts(finished, tmp_path):
 def test_step_rows_of_an_empty_rollout(tmp_path):
     """A DPO step whose groups all earned the same learns nothing, and says what others say."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(train, "reward", lambda problem, text: 1.0)
+        patch.setattr("data.tasks.reward", lambda problem, text: 1.0)
         train_here(os.path.join(ROOT, "config", "dpo.py"), "--steps=1", "--eval_every=9",
                    f"--out_dir={tmp_path / 'out'}")
     row, = [row for row in rows_of(tmp_path / "out") if row["kind"] == "step"]

@@ -50,12 +50,12 @@ def run_here(folder, words):
 
 
 def run(folder, line):
-    """A line of a sh block. -> exit code, what it printed"""
-    python, *words = shlex.split(line)
+    """A command of a sh block. -> exit code, what it printed"""
+    python, *words = shlex.split(line, comments=True)
     assert python == "python", f"{line!r}: commands of this page begin with python"
     if words[0] == "train.py":
         words += SMALL
-    words = [re.sub("^--model=.*", f"--model={folder}/model", word) for word in words]
+    words = [re.sub("^--model=[A-Z].*", f"--model={folder}/model", word) for word in words]
     printed = os.path.join(folder, "printed.txt")
     start = os.path.getsize(printed) if os.path.exists(printed) else 0
     code = Forked(printed, run_here, str(folder), words).wait()
@@ -64,7 +64,8 @@ def run(folder, line):
 
 
 def prepare(folder):
-    """What the page takes to be there: data/tiny, a model with a chat template, GSM8K."""
+    """What the page takes to be there: config, data/tiny, a model with a chat template, GSM8K."""
+    os.symlink(os.path.join(ROOT, "config"), folder / "config")
     os.makedirs(folder / "data")
     os.symlink(os.path.join(ROOT, "data", "tiny"), folder / "data" / "tiny")
     shutil.copytree(os.path.join(ROOT, "data", "tiny"), folder / "model")
@@ -99,12 +100,12 @@ def test_the_page_runs(name, tmp_path):
         elif language == "sh":
             said = found[i + 1][1] if i + 1 < len(found) and not found[i + 1][0] else ""
             fails = re.search("^error:", said, re.M) is not None
-            printed, lines = "", [line for line in content.splitlines() if line.strip()]
+            printed, (_, *lines) = "", re.split("^(?=python )", content, flags=re.M)
             for n, line in enumerate(lines, 1):
                 code, text = run(tmp_path, line)
                 printed += text
                 assert (code != 0) == (fails and n == len(lines)), f"{line}\n{text}"
-        else:
+        elif language != "text":
             assert language in ("python", "jsonl") and file, f"{language!r} block: {file}"
             (tmp_path / file).write_text(content)
 
