@@ -5,11 +5,12 @@ Text from a prompt on the command line, sampled under a compressed cache.
         --prompt=$'The code for pin is 4817.\nRepeat each word with its code: pin.'
     python -m experiments.generate --prompt="..." --model=Qwen/Qwen2.5-0.5B-Instruct --budget=64
 
-The prompt goes through the checkpoint's chat template if it has one. A model that a run of train.py
-saved (--model=out/model, out/best) keeps what that run kept, with its --template, unless said
-otherwise; the first line tells. Greedy unless --temperature is above 0; --group samples share one
-compressed prompt cache. The last line says how many of the prompt's keys were kept and how many
-bytes the cache holds; --evict=none generates from the dense cache, to compare.
+The prompt goes through the checkpoint's chat template if it has one, unless --raw_text=True. A
+model that a run of train.py saved (--model=out/model, out/best) keeps what that run kept, with its
+--template and --raw_text, unless said otherwise; the first line tells. Greedy unless --temperature
+is above 0; --group samples share one compressed prompt cache. The last line says how many of the
+prompt's keys were kept and how many bytes the cache holds; --evict=none generates from the dense
+cache, to compare.
 
 Left out on purpose: conversations, streaming.
 """
@@ -31,7 +32,7 @@ TINY = os.path.join(os.path.dirname(os.path.dirname(os.path.abspath(__file__))),
 RANGES = dict(group=(1, 10**6), max_new_tokens=(1, 10**9), temperature=(0, 100), seed=(0, 2**40))
 
 OF_A_RUN = ("evict", "budget", "spread", "window", "sinks", "pool", "response_budget", "period",
-            "template")
+            "template", "raw_text")
 
 
 def arguments(argv=None):
@@ -41,6 +42,7 @@ def arguments(argv=None):
     a.add_argument("--model", default=TINY, type=os.path.expanduser, help="a folder or a hub name")
     a.add_argument("--template", default="",
                    help='more arguments for the chat template: {"enable_thinking": false}')
+    a.add_argument("--raw_text", default=False, type=bool, help="prompt without chat template")
     a.add_argument("--device", default="auto",
                    help="auto: cuda if there is one; cpu (float32), cuda or cuda:N (bfloat16)")
     a.add_argument("--group", default=1, type=int, help="samples")
@@ -91,7 +93,8 @@ def run(a):
     tok = Tokenizer(folder)
     net = Transformer.from_pretrained(folder, device=a.device, dtype=getattr(torch, a.dtype))
     net.use_tokens(len(tok), tok.absent)
-    ids = prompt_encoder(tok, parse_object(a.template or "{}", "template"))(a.prompt)
+    encode = prompt_encoder(tok, parse_object(a.template or "{}", "template"), raw=a.raw_text)
+    ids = encode(a.prompt)
     if len(ids) + a.max_new_tokens > net.config.max_pos:
         raise ValueError(f"a prompt of {len(ids)} tokens and max_new_tokens={a.max_new_tokens} "
                          f"exceed the model's context of {net.config.max_pos}")

@@ -219,13 +219,13 @@ def help_if_asked(argv, doc, *sources):
 
 
 class Arguments(argparse.ArgumentParser):
-    """argparse, whose errors are one line here, whose numbers are written as settings are, and
-    whose --help says the defaults."""
+    """argparse, whose errors are one line here, whose numbers and True or False are written as
+    settings are, and whose --help says the defaults."""
 
     def __init__(self, prog, description):
         super().__init__(prog=f"python -m experiments.{prog}", description=description,
                          formatter_class=argparse.ArgumentDefaultsHelpFormatter)
-        for kind in (int, float):
+        for kind in (bool, int, float):
             self.register("type", kind, functools.partial(self.number, kind()))
 
     def number(self, default, text):

@@ -63,7 +63,7 @@ def written(tmp_path_factory):
                 found[row["kind"]] |= row.keys()
         rewards = torch.ones(1, 2).as_subclass(OnACard)
         patch.setattr(torch.cuda, "max_memory_allocated", lambda: 2e9)
-        found["step"] |= train.facts(Nothing, rewards).keys()
+        found["step"] |= train.facts(Nothing, rewards, {}).keys()
     return found
 
 
