@@ -30,7 +30,7 @@ from types import SimpleNamespace
 import torch
 
 from data.files import check_files, files_of, is_file
-from data.rewards import RewardError, check_name, find, means
+from data.rewards import RewardError, check_reward, find_reward, means
 from data.tasks import TASKS, Problems, judge
 from data.tokenizer import Tokenizer
 from dry_run import PHASES, dry_run_of, savings
@@ -160,7 +160,7 @@ def main(argv):
             return
     # a full disk, a reward that is no number, an update that is not finite, too little memory
     with (one_line_errors(OSError, ValueError, FloatingPointError, MemoryError, also=run.kept),
-          run.saved_before(RewardError, opt),
+          run.saving_on(RewardError, opt),
           saving_if_memory_runs_out(run, opt, PHASES, functools.partial(savings, me))):
         while True:
             # 0. evaluate on held-out problems, also before the first step and after the last; then
@@ -474,7 +474,7 @@ def settings(argv):
         raise ValueError(f"unknown task {shown(c.task)}: one of {', '.join(TASKS)}, a .jsonl "
                          "file, or gsm8k:FOLDER")
     check_files(c)
-    check_name(c.reward)
+    check_reward(c.reward)
     if not c.out_dir:
         raise ValueError("out_dir is empty")
     check_tracker(c.tracker)
@@ -490,7 +490,7 @@ def setup(argv):
     choose_device(c)
     folder = find_checkpoint(c.model)
     choose_dtype(c, folder)
-    rule = find(c.reward)
+    rule = find_reward(c.reward)
     run = None
     if not c.dry_run:
         paths = files_of(c.task, c.eval_task)

@@ -55,14 +55,14 @@ def earns(name, gold, answer):
     return any(text and rule_of(name, gold)(text, gold) == 1 for text in texts)
 
 
-def check_name(name):
+def check_reward(name):
     """Raise ValueError for a setting `reward` that is neither auto, a rule nor module:function."""
     if name not in ("auto", *RULES) and not OWN.fullmatch(name):
         raise ValueError(f"unknown reward {shown(name)}: one of auto, {', '.join(RULES)}, or "
                          "module:function")
 
 
-def find(name):
+def find_reward(name):
     """-> what judges by a setting `reward`: a rule's name, or the function of one's own."""
     return Own(name) if ":" in name else name
 

@@ -64,7 +64,8 @@ def arguments(argv=None):
     a.set_defaults(**found)
     asked = a.parse_args(argv)
     asked.of_the_run = " ".join(f"--{key}={value}" for key, value in found.items()
-                                if value != "" and getattr(asked, key) == value)
+                                if value is not False and value != ""
+                                and getattr(asked, key) == value)
     return asked
 
 

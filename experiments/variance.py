@@ -63,7 +63,7 @@ from types import SimpleNamespace
 import torch
 
 import train
-from data.rewards import find
+from data.rewards import find_reward
 from data.tokenizer import Tokenizer
 from grpo import correction, replay
 from kvcache import Eviction
@@ -534,7 +534,7 @@ def run(c, lengths):
     tok = Tokenizer(folder)
     net = Transformer.from_pretrained(folder, device=c.device, dtype=getattr(torch, c.dtype))
     net.use_tokens(len(tok), tok.absent)
-    problems = train.problems_of(c, tok, find(c.reward), n_eval=c.eval_problems)
+    problems = train.problems_of(c, tok, find_reward(c.reward), n_eval=c.eval_problems)
     _, ids = problems.get("train", range(c.prompts))
     longest = max(map(len, ids))
     room = net.config.max_pos - longest

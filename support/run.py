@@ -494,7 +494,7 @@ class Run:
         self.saved, self.unsaved = self.step, False
 
     @contextmanager
-    def saved_before(self, kind, opt):
+    def saving_on(self, kind, opt):
         """An exception of this kind, which comes before the step in progress has changed anything,
         loses nothing: what was learned until then is saved first."""
         try:

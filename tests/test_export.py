@@ -178,6 +178,19 @@ def test_generate_takes_the_runs_template(saved, capsys):
     assert tokens[0] == tokens[1] + 2
 
 
+def test_generate_takes_text_as_it_stands(saved, capsys):
+    """If asked to, or if the run did: "\\nAnswer:" is left out."""
+    def tokens(*args):
+        return int(printed(capsys, f"--model={saved / 'model'}", *args)[-1].split()[0][1:])
+
+    whole, raw = tokens(), tokens("--raw_text=True")
+    c = json.loads((saved / "config.json").read_text())
+    (saved / "config.json").write_text(json.dumps(dict(c, raw_text=True)))
+    assert tokens() == raw < whole == tokens("--raw_text=False")
+    with pytest.raises(SystemExit, match="error: argument --raw_text: .*'maybe'"):
+        tokens("--raw_text=maybe")
+
+
 @pytest.mark.parametrize("change, says", [
     (dict(budget="many"), "budget expects int, got str 'many'"),
     (dict(evict="best"), "evict must be one of none, snapkv"),

@@ -149,7 +149,7 @@ def test_a_group_of_one():
     rewards = some_rewards(2, 1)
     log = update(net, opt, objective, r, rewards=rewards, c=c, lr=1e-3)
     assert log["grad_norm"] > 0 and log["gap_max"] <= 1e-4
-    assert facts(r, rewards)["equal"] == 1
+    assert facts(r, rewards, {})["equal"] == 1
     assert gap(net, r) > 1e-4  # the weights moved
     with pytest.raises(ValueError, match="group must be between 1 and 1000000, got 0"):
         learner(net, objective="ppo", group=0)

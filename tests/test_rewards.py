@@ -13,6 +13,7 @@ from data.files import read_problems
 from data.rewards import Own, earns, named_numbers, number, place
 from data.tasks import Problem, Problems, problem, reward
 from data.tokenizer import Tokenizer
+from experiments import logs
 from support.jsonfile import shown
 
 TINY = os.path.join(ROOT, "data", "tiny")
@@ -169,6 +170,9 @@ def test_what_is_logged(mine, tmp_path, monkeypatch):
     mine(SCORE)
     train_here("--reward=mine:score", "--steps=2", f"--out_dir={tmp_path}/own")
     evals, steps = read_log(f"{tmp_path}/own")
+    small = logs.compact([*evals[:1], *steps])
+    assert {"eval_compressed_tokens", "eval_dense_known"} < small[0].keys()
+    assert [row["reward_known"] for row in small[1:]] == [0, 0] and "texts" not in small[0]
     for row in steps:
         assert row.pop("reward_tokens") == pytest.approx(row["length"], rel=1e-6)
         assert row.pop("reward_known") == 0
@@ -185,6 +189,23 @@ def test_what_is_logged(mine, tmp_path, monkeypatch):
     mine(SCORE.replace("digits,", "digits / 2,"))  # control
     train_here("--reward=mine:score", "--steps=2", f"--out_dir={tmp_path}/half")
     assert read_log(f"{tmp_path}/half")[1][0]["reward"] == pytest.approx(steps[0]["reward"] / 2)
+
+
+def test_a_dry_run_asks_it_too(mine, capsys):
+    """With examples and held-out problems from files; nothing is written."""
+    mine(SCORE)
+    for name, at in (("some", 0), ("others", 50)):
+        with open(f"{name}.jsonl", "w") as f:
+            for i in range(at, at + 12):
+                f.write(json.dumps(dict(prompt=f"{i} + 1?", answer=str(i + 1))) + "\n")
+    ask = ["--task=some.jsonl", "--eval_task=others.jsonl", "--shots=1", "--reward=mine:score"]
+    train_here(*ask, "--dry_run=True", "--out_dir=nowhere")
+    printed = capsys.readouterr().out
+    assert "reward by mine:score" in printed and "\nnothing was written\n" in printed
+    assert sorted(os.listdir()) == ["mine.py", "others.jsonl", "some.jsonl"]
+    mine(SCORE.replace("row['prompt']", "row['text']"))  # control
+    with pytest.raises(SystemExit, match="held-out problem 0 .*KeyError: 'text'"):
+        train_here(*ask, "--dry_run=True", "--out_dir=nowhere")
 
 
 def test_the_stop_token_is_given(mine, tmp_path):
