@@ -64,9 +64,9 @@ def draw_steps(ax, runs, key, last, **labels):
     return curve(ax, runs, key, partial(smooth, last=last))
 
 
-def draw_evaluations(ax, draw, **options):
-    """What `draw` draws, each evaluation with a mark: there may be one only."""
-    ends = draw(ax, **options)
+def draw_evaluations(ax, panel, **options):
+    """What `panel` draws, each evaluation with a mark: there may be one only."""
+    ends = panel(ax, **options)
     for line in ax.lines:
         line.set(marker="o", markersize=2.5)
     return ends
@@ -81,10 +81,10 @@ def draw(runs, path):
                   ylim=reward_limits(runs, ["reward"]), title=f"Reward, mean of {last} steps"),
         B=partial(draw_steps, runs=runs, key="length", last=last, ylabel="tokens", ylim=(0, None),
                   title=f"Length of responses, mean of {last} steps"),
-        C=partial(draw_evaluations, draw=draw_reward, arms=runs, cache="compressed"),
-        D=partial(draw_evaluations, draw=draw_reward, arms=runs, cache="dense"),
+        C=partial(draw_evaluations, panel=draw_reward, arms=runs, cache="compressed"),
+        D=partial(draw_evaluations, panel=draw_reward, arms=runs, cache="dense"),
         E=partial(draw_gap, arms=runs, last=last),
-        F=partial(draw_evaluations, draw=draw_acceptance, arms=runs, key="eval_accept"))
+        F=partial(draw_evaluations, panel=draw_acceptance, arms=runs, key="eval_accept"))
     write_panels(path, panels, max(1, steps), mosaic="AB;CD;EF",
                  figsize=(9, max(7.5, 0.54 * len(runs))))
 
