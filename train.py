@@ -33,7 +33,6 @@ from data.files import check_files, files_of, is_file
 from data.rewards import RewardError, check_reward, find_reward, means
 from data.tasks import TASKS, Problems, judge
 from data.tokenizer import Tokenizer
-from dry_run import PHASES, dry_run_of, savings
 from grpo import CORRECTIONS, GRPO, NORMS, replay
 from kvcache import EVICT, SPREAD, Eviction
 from model import Transformer, find_checkpoint, read_config
@@ -42,6 +41,7 @@ from objectives.ppo import PPO
 from rollout import generate
 from support.checkpoint import fingerprint
 from support.configurator import check_ranges, configure, help_if_asked
+from support.dry_run import PHASES, dry_run_of, savings
 from support.jsonfile import parse_object, shown
 from support.memory import memory_errors, memory_of, saving_if_memory_runs_out
 from support.metrics import Metrics
@@ -152,7 +152,7 @@ NOT_LOADED = ("out of memory while the model was loaded, before the first step: 
 
 
 def main(argv):
-    me = sys.modules[__name__]  # for dry_run.py
+    me = sys.modules[__name__]  # for support/dry_run.py
     with one_line_errors(ValueError, OSError, MemoryError), memory_errors(NOT_LOADED):
         c, run, net, tok, problems, objective, opt, teacher = setup(argv)
         if c.dry_run:

@@ -21,8 +21,7 @@ RIGHT_OF = {"fast": "", "support": "", "model": "fast support", "shadow_attn": "
             "kvcache": "fast",
             "rollout": "kvcache shadow_attn fast", "grpo": "shadow_attn fast",
             "data": "model fast support", "objectives": "grpo shadow_attn fast",
-            "dry_run": "kvcache fast support",
-            "train": "dry_run objectives grpo rollout kvcache shadow_attn data model fast support"}
+            "train": "objectives grpo rollout kvcache shadow_attn data model fast support"}
 ROOMS = {*RIGHT_OF, "experiments"}
 
 # take a shape, or any number of arguments, and are defined elsewhere

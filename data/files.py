@@ -87,9 +87,9 @@ def check_files(c):
 
 
 def read_splits(paths, shots, notes, **how):
-    """-> {"train": Problems, "eval": Problems}, the first `shots` to train on, which are examples
-    and not trained on. paths: of a file, or of one to train on and one that is held out. notes:
-    lines that a user should read. how: see read_problems."""
+    """-> {"train": Problems, "eval": Problems}; the first `shots` to train on, which are examples
+    and left out of "train". paths: of a file, or of one to train on and one that is held out.
+    notes: lines that a user should read. how: see read_problems."""
     train, *held_out = paths
     if not held_out:
         splits = split_file(read_problems(train, notes, **how), name=train)

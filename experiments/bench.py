@@ -857,11 +857,11 @@ def capped(gb):
         return
     release()
     whole = torch.cuda.get_device_properties(DEVICE).total_memory / 1e9
-    torch.cuda.set_per_process_memory_fraction(min(1, gb / whole))
+    torch.cuda.set_per_process_memory_fraction(min(1.0, gb / whole))
     try:
         yield
     finally:
-        torch.cuda.set_per_process_memory_fraction(1)
+        torch.cuda.set_per_process_memory_fraction(1.0)
 
 
 def memory(report, name, lengths, sampled, learnt):

@@ -1,4 +1,4 @@
-"""support/memory.py and dry_run.py: peaks, the dry run, and runs whose memory ends."""
+"""support/memory.py and support/dry_run.py: peaks, the dry run, and runs whose memory ends."""
 import os
 import re
 
@@ -8,8 +8,8 @@ import torch
 import rollout
 import train
 from conftest import prompts, read_checkpoint, read_log, toy, train_here
-from dry_run import changed, dry_run_of, savings
 from experiments import ablate
+from support.dry_run import changed, dry_run_of, savings
 from support.memory import Cost, compare, highest, measure, ran_out
 
 MB = 10**6
@@ -123,14 +123,14 @@ def test_dry_run_prints_peaks_and_writes_nothing(tmp_path, capsys, monkeypatch):
     def learns(*args, **kwargs):
         return update(*args, **{**kwargs, "lr": 1e-2})
     monkeypatch.setattr(train, "update", learns)
-    monkeypatch.setattr("dry_run.savings", lambda *args: {})
+    monkeypatch.setattr("support.dry_run.savings", lambda *args: {})
     train_here("--dry_run=True", f"--out_dir={tmp_path / 'out'}")
     assert not all(map(torch.equal, *weights))
 
 
 def test_dry_run_leaves_a_run_alone(finished, monkeypatch):
     """Whatever else is asked of its out_dir."""
-    monkeypatch.setattr("dry_run.savings", lambda *args: {})
+    monkeypatch.setattr("support.dry_run.savings", lambda *args: {})
     def times():
         return {name: os.stat(os.path.join(finished[0], name)).st_mtime_ns
                 for name in os.listdir(finished[0])}
@@ -144,7 +144,7 @@ def test_dry_run_leaves_a_run_alone(finished, monkeypatch):
 
 @pytest.mark.parametrize("objective", ["ppo", "dpo"])
 def test_dry_run_of_other_objectives(objective, capsys, monkeypatch):
-    monkeypatch.setattr("dry_run.savings", lambda *args: {})
+    monkeypatch.setattr("support.dry_run.savings", lambda *args: {})
     train_here("--dry_run=True", f"--objective={objective}", "--out_dir=nowhere")
     assert list(rows(capsys.readouterr().out))[:3] == ["sampling", "learning", "evaluation"]
     assert not os.path.exists("nowhere")

@@ -427,11 +427,11 @@ def test_the_rates_of_gsm8k_are_those_of_the_logs(folder, title, rates):
 
 def test_gsm8k_is_that_of_the_logs():
     found, rows, seen = load("results/gsm8k"), gsm8k("*What was run*"), []
-    for name in ("dense lr=3e-6", "naive lr=1e-6", "shadow lr=3e-6"):
+    for name, run in found.items():
         arm, _, rate = name.partition(" lr=")
         _, lr, compressed, dense, gap, cut, length = rows[arm]
-        run, ends = found[name], {}
-        assert lr == rate and sorted(run["logs"]) == [0, 1, 2, 3]
+        ends = {}
+        assert lr == rate and sorted(run["logs"]) == [0, 1, 2, 3, 4]
         for key, said in (("eval_compressed", compressed), ("eval_dense", dense)):
             mean, half = interval([*results(run, key).values()])
             assert said == f"{mean:.3f} [{mean - half:.3f}, {mean + half:.3f}]"
@@ -447,32 +447,57 @@ def test_gsm8k_is_that_of_the_logs():
     assert rows["before training"][2:4] == [
         f"{start[key]:.3f}" for key in ("eval_compressed", "eval_dense")]
     full = {name.split()[0]: name for name in found}
+    claims = read("docs/results.md").split("## The task")[0]  # claim by claim
     for name, row in rows.items():
         match = re.fullmatch(r"(?:not named: )?(\w+) - (\w+), served (\w+)", name)
-        if not match or "smd" in match.groups():
+        if not match:
             continue
         one, other = (results(found[full[x]], f"eval_{match[3]}") for x in match.groups()[:2])
-        each = [one[seed] - other[seed] for seed in range(4)]
+        each = [one[seed] - other[seed] for seed in range(5)]
         mean, half = interval(each)
         assert row[1] == f"{mean:+.3f} [{mean - half:+.3f}, {mean + half:+.3f}]"
         assert row[2].split() == [f"{x:+.3f}" for x in each]
         seen.append(name)
-        if match[2] != "naive" or match[1] == "shadow":
-            assert row[1] in read("docs/results.md").split("## The task")[0]  # claim by claim
+        if match.groups() not in {("smd", "naive", "compressed"), ("dense", "naive", "compressed")}:
+            assert f"{match[1]} - {match[2]} {row[1]}" in claims
         if name == "shadow - naive, served compressed":
             assert f"shadow ends {mean:.3f} above naive compressed" in read("README.md")
-    assert len(seen) == 4
-    unfinished = {}
-    for arm in ("smd,lr=3e-6", "naive,lr=1e-6"):
-        for seed in range(4):
-            at_60 = [x for x in log(f"results/gsm8k/{arm}-{seed}.jsonl")
-                     if x["kind"] == "eval" and x["step"] == 60]
-            unfinished[arm[:3], seed] = at_60[0]["eval_dense"]
-    each = [unfinished["smd", seed] - unfinished["nai", seed] for seed in range(4)]
-    mean, half = interval(each)
-    row = rows["smd - naive, served dense"]
-    assert row[1].endswith(f" {mean:+.3f} [{mean - half:+.3f}, {mean + half:+.3f}]")
-    assert row[2].split() == [f"{x:+.3f}" for x in each]
+    assert len(seen) == 10
+
+
+def test_an_arm_of_gsm8k_alone_is_that_of_its_log():
+    rows = gsm8k("*Memory and time.*")
+    arms = sorted(name.removesuffix(".jsonl") for name in os.listdir("results/gsm8k/alone"))
+    assert arms == ["bypass", "dense", "naive", "shadow", "smd"]
+    for arm in arms:
+        steps = [row for row in log(f"results/gsm8k/alone/{arm}.jsonl") if row["kind"] == "step"]
+        sampling, learning = (statistics.median(row[key] for row in steps[-6:])
+                              for key in ("rollout_s", "learn_s"))
+        peak = max(row["peak_gb"] for row in steps)
+        assert len(steps) == 8
+        assert rows[arm][1:] == [f"{sampling:.2f} + {learning:.2f}", f"{peak:.1f}"]
+
+
+def test_what_fits_is_that_of_the_log():
+    """Of each table of bench fit the row that fitted, or else what would be needed."""
+    with open("results/bench-fit-h200.json") as f:
+        tables = json.load(f)["tables"]
+    rows = [cells(x) for x in read("docs/reproduce.md").splitlines()
+            if re.match(r"\| (16|24) GB \|", x)]
+    assert len(rows) == len(tables) == 7
+    for (card, model, shape, settings, peak, seconds), table in zip(rows, tables):
+        facts, last = table["facts"], table["rows"][-1]
+        assert facts["card"].startswith(f"{card},") and facts["model"] == model.lower()
+        kept = "all" if facts["kept"] > facts["prompt"] else f"{facts['kept']:,}"
+        assert shape == f"{facts['prompt']:,} + {facts['new_tokens']}, {kept}"
+        assert all(row["note"] == "out of memory" for row in table["rows"][:-1])
+        assert f"{last['cuda_gb']:.2f}" in ("0.86", "0.87")
+        if last["name"].endswith("no limit"):
+            assert (settings, peak, seconds) == (f"none: {last['peak_gb']:.1f} GB", "", "")
+            continue
+        said = " ".join(f"--{x}" for x in last["name"].split())
+        assert settings.strip("`") == (said if "=" in said else "defaults")
+        assert (peak, seconds) == (f"{last['peak_gb']:.1f}", f"{last['ms'] / 1e3:.2f}")
 
 
 def test_the_ablations_are_those_of_the_logs():

@@ -13,7 +13,6 @@ from types import SimpleNamespace
 
 import torch
 
-from kvcache import Eviction
 from support.memory import compare
 
 PHASES = dict(generate="sampling", update="learning", evaluate="evaluation")  # by function
@@ -87,7 +86,7 @@ def dry_run_of(train, c, net, problems, learner):
 
     def evaluation(c):
         endless = SimpleNamespace(stop_ids=(), decode=lambda ids, special: "")
-        for eviction in (train.eviction_of_evaluation(c), Eviction("none")):
+        for eviction in (train.eviction_of_evaluation(c), train.Eviction("none")):
             train.evaluate(net, endless, SimpleNamespace(get=held_out), c, eviction=eviction,
                            n=min(c.eval_batch, problems.n_eval))
 
