@@ -69,17 +69,33 @@ class Rollout:
             until=self.until[:, :, b, g])
 
 
-def draw_token(logits, temperature, rng):
+def join(rollouts):
+    """Rollouts of different prompts, under the same settings, as one: the prompts follow each
+    other."""
+    together = {name: torch.cat([getattr(r, name) for r in rollouts])
+                for name in ("tokens", "lengths", "logp_roll", "stopped")}
+    lists = {name: sum((getattr(r, name) for r in rollouts), [])
+             for name in ("prompts", "kept", "sizes")}
+    return Rollout(
+        **together, **lists, temperature=rollouts[0].temperature,
+        until=torch.cat([r.until for r in rollouts], dim=2),
+        kv={name: sum(r.kv[name] for r in rollouts) for name in rollouts[0].kv})
+
+
+def draw_token(logits, temperature, rng, rows=None):
     """One token from softmax(logits / temperature) for each row of logits (S, V) fp32.
     -> tokens (S,), their log-probs (S,)
 
     The largest of log-probs plus Gumbel noise -log(e), e exponential, is an exact draw (the
-    Gumbel-max trick). Temperature 0 takes the maximum, and its log-prob at temperature 1. On a GPU
+    Gumbel-max trick). Temperature 0 takes the maximum, and its log-prob at temperature 1. rows:
+    (number of the first, of all) where these are some of the rows: noise is drawn for all. On a GPU
     fast/sampling.py does this in one pass over the logits."""
     logp = (logits / (temperature or 1.0)).log_softmax(-1)                # (S, V)
     noisy = logp
     if temperature:
-        e = torch.empty_like(logp).exponential_(generator=rng)
+        first, n = rows or (0, len(logp))
+        e = logp.new_empty(n, logp.shape[1]).exponential_(generator=rng)
+        e = e[first:first + len(logp)]                                    # (S, V)
         noisy = logp - e.clamp_min_(torch.finfo(e.dtype).tiny).log_()
     token = noisy.argmax(-1)                                              # (S,)
     return token, logp.gather(1, token[:, None])[:, 0]
@@ -125,9 +141,9 @@ def prefill_row(model, cache, prompts, first):
 
 
 def check_request(model, prompts, group, max_new_tokens, temperature, prefill_rows, stop_ids,
-                  seed):
-    """-> prompts, stop_ids as lists of ints. Raises ValueError, naming the culprit, for a request
-    that cannot be served as asked."""
+                  seed, part):
+    """-> prompts, stop_ids as lists of ints; number of the first sample, of all. Raises ValueError,
+    naming the culprit, for a request that cannot be served as asked."""
     if not isinstance(prompts, (list, tuple)):
         raise ValueError(f"prompts must be a list of lists of token ids, got {prompts!r:.80}")
     if not prompts or group < 1 or max_new_tokens < 1:
@@ -135,6 +151,10 @@ def check_request(model, prompts, group, max_new_tokens, temperature, prefill_ro
                          f"{len(prompts)}, {group}, {max_new_tokens}")
     if not 0 <= temperature < float("inf"):
         raise ValueError(f"temperature must be finite and not negative, got {temperature}")
+    first, n = part or (0, len(prompts))
+    if not 0 <= first <= n - len(prompts):
+        raise ValueError(f"part must be (first, all), with {len(prompts)} prompts from the first "
+                         f"on, got {part}")
     if prefill_rows < 1:
         raise ValueError(f"prefill_rows must be at least 1, got {prefill_rows}")
     if not 0 <= seed < 2**63:
@@ -147,7 +167,7 @@ def check_request(model, prompts, group, max_new_tokens, temperature, prefill_ro
         if len(p) + max_new_tokens > c.max_pos:
             raise ValueError(f"prompt {b} has {len(p)} tokens; with {max_new_tokens} new ones that "
                              f"exceeds the context of {c.max_pos}")
-    return prompts, token_ids("stop_ids", stop_ids, c.vocab_size)
+    return prompts, token_ids("stop_ids", stop_ids, c.vocab_size), (first * group, n * group)
 
 
 def token_ids(name, ids, vocab_size):
@@ -178,20 +198,22 @@ def record(step, device):
 @torch.no_grad()
 def generate(model, prompts, group, max_new_tokens, temperature=1.0, evict="snapkv", budget=256,
              window=32, sinks=4, response_budget=None, period=128, stop_ids=(), seed=0, pool=7,
-             prefill_rows=16384, eviction=None):
+             prefill_rows=16384, eviction=None, part=None):
     """Sample `group` responses to each prompt under the compressed cache. -> Rollout
 
-    prompts: B lists of token ids, ragged. temperature 0 is greedy, for evaluation.
-    eviction: kvcache.Eviction, or the most used of its fields one by one; evict is the method.
-    stop_ids: a response ends with the first of these, which is part of it; decoding ends when every
-    sample has ended. prefill_rows: prompt tokens per prefill pass. Raises ValueError for what it
-    cannot serve, NotFinite for NaN or inf in logits or in an eviction method's scores."""
+    prompts: B lists of token ids, ragged. temperature 0 is greedy, for evaluation. eviction:
+    kvcache.Eviction, or the most used of its fields one by one; evict is the method. stop_ids: a
+    response ends with the first of these, which is part of it; decoding ends when every sample has
+    ended. prefill_rows: prompt tokens per prefill pass. part: (number of the first prompt, of all)
+    where these are some of a step's: each gets the samples that it would get among all. Raises
+    ValueError for what it cannot serve, NotFinite for NaN or inf in logits or in an eviction
+    method's scores."""
     if eviction is None:
         eviction = Eviction(method=evict, budget=budget, window=window, sinks=sinks, pool=pool,
                             response_budget=response_budget, period=period)
-    prompts, stop_ids = check_request(
+    prompts, stop_ids, rows = check_request(
         model, prompts, group, max_new_tokens=max_new_tokens, temperature=temperature,
-        prefill_rows=prefill_rows, stop_ids=stop_ids, seed=seed)
+        prefill_rows=prefill_rows, stop_ids=stop_ids, seed=seed, part=part)
     sizes = [len(p) for p in prompts]
     dev, S, R = model.device, len(prompts) * group, max_new_tokens
     cache = KVCache(model.config, lengths=sizes, group=group, max_new_tokens=R, eviction=eviction,
@@ -208,9 +230,9 @@ def generate(model, prompts, group, max_new_tokens, temperature=1.0, evict="snap
         records it once."""
         t = cache.t
         if kernels(logits) and logits.dtype == torch.float32:
-            token, logp = sample_triton(logits, temperature, seed, t)
+            token, logp = sample_triton(logits, temperature, seed, t, first=rows[0])
         else:
-            token, logp = draw_token(logits, temperature, rng)
+            token, logp = draw_token(logits, temperature, rng, rows)
         tokens.index_copy_(1, t[None], token[:, None])
         logps.index_copy_(1, t[None], logp[:, None])
         new.copy_(token)

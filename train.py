@@ -16,9 +16,10 @@ each response's KL times its reward (distill_on): what is wrong teaches nothing.
 before training can be the teacher instead (teacher = "initial").
 
 Read `main` for the loop and `update` for the loss. The usual repair, weights for a sampler that was
-not the learner (correction), is here too, to be compared with. Left out on purpose: several GPUs.
-All randomness of a step is a function of (seed, step), so a checkpoint needs no RNG state beyond
-those two numbers.
+not the learner (correction), is here too, to be compared with. Under torchrun several ranks share
+the prompts of each step and the gradient (support/parallel.py); `share` is everything where there
+is one. All randomness of a step is a function of (seed, step), so a checkpoint needs no RNG state
+beyond those two numbers, and it does not matter which rank samples.
 """
 import functools
 import os
@@ -38,7 +39,8 @@ from kvcache import EVICT, SPREAD, Eviction
 from model import Transformer, find_checkpoint, read_config
 from objectives.dpo import DPO
 from objectives.ppo import PPO
-from rollout import generate
+from rollout import generate, join
+from support import parallel
 from support.checkpoint import fingerprint
 from support.configurator import check_ranges, configure, help_if_asked
 from support.dry_run import PHASES, dry_run_of, savings
@@ -173,19 +175,19 @@ def main(argv):
             began = time.time()
 
             # 1. problems, numbered through the run; the number is the position in the data
-            number = run.step * c.prompts
-            batch, prompts = problems.get("train", range(number, number + c.prompts))
+            mine = parallel.share(c.prompts)
+            number = run.step * c.prompts + mine.start
+            batch, prompts = problems.get("train", range(number, number + len(mine)))
 
             # 2. roll out under the compressed cache, which logs what it drops
             say(f"step {run.step}: rollout")
             rollout = generate(
                 net, prompts, c.group, c.max_new_tokens, temperature=c.temperature,
-                eviction=eviction_of(c), stop_ids=tok.stop_ids, seed=c.seed * 1_000_003 + run.step)
+                eviction=eviction_of(c), stop_ids=tok.stop_ids, seed=c.seed * 1_000_003 + run.step,
+                part=(mine.start, c.prompts))
 
             # 3. reward the decoded text; what was sampled is never encoded again
-            texts = decode(tok, rollout, special=False)
-            rewards, parts = judge(batch, texts, "training", first=number, tokens=ids_of(rollout))
-            rewards = torch.tensor(rewards, device=net.device)            # (B, G)
+            rollout, rewards, parts = rewarded(tok, rollout, batch, first=number)
             sampled = time.time()
 
             # 4. advantages, replay under the log, loss, optimizer step
@@ -209,6 +211,30 @@ def main(argv):
     run.leave()
 
 
+def rewarded(tok, rollout, batch, first):
+    """Judge the responses to a batch of training problems. first: number of the first problem.
+    -> of all ranks: the rollout, rewards (B, G), numbers of responses by name"""
+    def work():
+        return judge(batch, decode(tok, rollout, special=False), "training", first=first,
+                     tokens=ids_of(rollout))
+
+    rewards, parts = parallel.attempt(RewardError, work)
+    rewards = torch.tensor(rewards, device=rollout.tokens.device)         # (prompts, G)
+    rollouts, rewards, parts = zip(*parallel.gather((rollout, rewards, parts)))
+    whole = rollouts[0] if len(rollouts) == 1 else join(rollouts)
+    return whole, torch.cat(rewards), join_parts(parts)
+
+
+def join_parts(several):
+    """Dicts of lists, one of each rank, as one. Raises ValueError where their names differ."""
+    several = [parts for parts in several if parts] or [{}]
+    for parts in several:
+        if set(parts) != set(several[0]):
+            raise ValueError(f"the reward has the names {', '.join(parts)} on one rank and "
+                             f"{', '.join(several[0])} on another: must be the same in each call")
+    return {name: sum((parts[name] for parts in several), []) for name in several[0]}
+
+
 def update(net, opt, objective, rollout, rewards, c, lr, teacher=None):
     """Learn from one rollout: c.updates optimizer steps. rewards (B, G); teacher: of distillation,
     a frozen model, else the other policy -> numbers for the log. Raises FloatingPointError, before
@@ -219,10 +245,11 @@ def update(net, opt, objective, rollout, rewards, c, lr, teacher=None):
         """What replay returns for the learner's policy, of a whole rollout, without gradients."""
         say("scoring")
         outs = []
-        for indices in micro_batches(rollout, len(policies), c.micro_rows):
+        for indices in micro_batches(rollout, len(policies), c.micro_rows, share=True):
             with torch.no_grad():
                 outs.append(replay(model, rollout.select(indices), (c.learner,),
                                    value=objective.value if model is net else None))
+        outs = sum(parallel.gather(outs), [])  # of all ranks
         return {name: torch.cat([out[name] for out in outs]) for name in outs[0]}
 
     # advantages, or whatever the objective learns from: of the whole batch, however it is cut
@@ -230,7 +257,7 @@ def update(net, opt, objective, rollout, rewards, c, lr, teacher=None):
     if not rollout.prompts:  # nothing to learn from: the weights stay as they are
         return dict(log, loss=0.0, kl=0.0, clip_frac=0.0, grad_norm=0.0)
 
-    parts = micro_batches(rollout, len(policies), c.micro_rows)
+    parts = micro_batches(rollout, len(policies), c.micro_rows, share=True)
     old = {}   # micro-batch -> the learner's log-probs before the first update
     done = []  # the Metrics of each update
     for _ in range(c.updates):
@@ -263,6 +290,7 @@ def update(net, opt, objective, rollout, rewards, c, lr, teacher=None):
             if not done:
                 seen = {name: out[name] for name in ("entropy", "accept") if name in out}
                 metrics.collect(part.mask, gap=(logp - part.logp_roll).abs(), **seen)
+        metrics = Metrics.together(parallel.gather(metrics))
         metrics.add(grad_norm=opt.step(lr, c.grad_clip))
         done.append(metrics)
     opt.changed = False  # these weights are whole
@@ -293,13 +321,13 @@ def summary(done):
     return log
 
 
-def micro_batches(rollout, copies, limit):
+def micro_batches(rollout, copies, limit, share=False):
     """Indices of the prompts of each micro-batch: as many groups as fit into `limit` packed rows,
-    at least one. copies: of each response, one per policy."""
-    parts, used = [], 0
+    at least one. copies: of each response, one per policy. share: only this rank's prompts."""
+    parts, used, n = [], 0, len(rollout.prompts)
     rows = (rollout.lengths - 1).sum(1).tolist()
-    for b, prompt in enumerate(rollout.prompts):
-        size = len(prompt) + copies * rows[b]
+    for b in parallel.share(n) if share else range(n):
+        size = len(rollout.prompts[b]) + copies * rows[b]
         if not parts or used + size > limit:
             parts.append([])
             used = 0
@@ -328,7 +356,7 @@ def facts(rollout, rewards, parts):
         length=rollout.lengths.float().mean().item(), **means(parts))
     log.update({f"kv_{name}": size for name, size in rollout.kv.items()})
     if rewards.is_cuda:
-        log["peak_gb"] = torch.cuda.max_memory_allocated() / 1e9
+        log["peak_gb"] = max(parallel.gather(torch.cuda.max_memory_allocated() / 1e9))
     return log
 
 
@@ -337,15 +365,36 @@ def evaluate(net, tok, problems, c, eviction, n, run=None):
     -> dict of reward, length (mean, in tokens), samples (problem, response, reward of each), a
     reward_NAME for each number that a function of one's own names and, if keys are evicted, accept
     and accept_p05: how much of the dense policy the sparse one covers, the sum over the vocabulary
-    of min(p_dense, p_shadow), mean and 5th percentile over tokens. None if run is interrupted
-    between two batches."""
+    of min(p_dense, p_shadow), mean and 5th percentile over tokens. None if a signal comes between
+    two batches."""
+    work = functools.partial(
+        evaluate_share, net, tok, problems, c=c, eviction=eviction, n=n, run=run)
+    found = parallel.gather(parallel.attempt(RewardError, work))
+    say("")
+    if None in found:
+        return None
+    samples, tokens, overlap, parts = zip(*found)
+    samples, overlap = sum(samples, []), sum(overlap, [])
+    rewards = [x for _, _, x in samples]
+    log = dict(reward=sum(rewards) / n, length=sum(tokens) / n, samples=samples,
+               **means(join_parts(parts)))
+    if overlap:
+        overlap = torch.cat(overlap)
+        log.update(accept=overlap.mean().item(), accept_p05=overlap.quantile(0.05).item())
+    return log
+
+
+def evaluate_share(net, tok, problems, c, eviction, n, run):
+    """This rank's share of `evaluate`. -> samples, number of tokens, overlaps of batches of tokens,
+    what else the reward returns by name; None if a signal comes between two batches"""
     dense = eviction.method == "none"
-    rewards, samples, overlap, tokens, parts = [], [], [], 0, {}
-    for start in range(0, n, c.eval_batch):
-        if run and run.interrupted:
+    samples, overlap, tokens, parts = [], [], 0, {}
+    mine = parallel.share(n)
+    for start in range(mine.start, mine.stop, c.eval_batch):
+        if run and run.signal:
             return None
         say(f"eval ({'dense' if dense else eviction.method} cache) {start}/{n}")
-        end = min(start + c.eval_batch, n)
+        end = min(start + c.eval_batch, mine.stop)
         batch, prompts = problems.get("eval", range(start, end))
         r = generate(net, prompts, 1, c.max_new_tokens, temperature=0.0, eviction=eviction,
                      stop_ids=tok.stop_ids, seed=0)
@@ -354,20 +403,14 @@ def evaluate(net, tok, problems, c, eviction, n, run=None):
         for name, xs in found.items():
             parts.setdefault(name, []).extend(xs)
         for problem, (text,), (x,) in zip(batch, decode(tok, r), judged):
-            rewards.append(x)
-            samples.append((problem, text, x))
+            samples.append((replace(problem, rule=str(problem.rule)), text, x))
         tokens += r.lengths.sum().item()
         for indices in micro_batches(r, 2, c.micro_rows):
             if not dense:
                 with torch.no_grad():
                     out = replay(net, r.select(indices), stats=True)
                 overlap.append(out["accept"][r.mask[indices]].cpu())
-    say("")
-    log = dict(reward=sum(rewards) / n, length=tokens / n, samples=samples, **means(parts))
-    if overlap:
-        overlap = torch.cat(overlap)
-        log.update(accept=overlap.mean().item(), accept_p05=overlap.quantile(0.05).item())
-    return log
+    return samples, tokens, overlap, parts
 
 
 def problems_at(c, step):
@@ -421,13 +464,16 @@ def side_by_side(sparse, dense, n=4):
 def save(c, run, net, opt):
     """Write the checkpoint where it is due, then the model where it is the best so far: a run that
     is cut between the two comes back to the same step and writes it again."""
+    run.agree()
     best = run.memory.get("best", {})
     is_best = best.get("step") == run.step
     due = is_best or run.step % c.save_every == 0 or run.finished or run.interrupted
     if due and run.unsaved:
+        parallel.check_equal(opt.masters, "the weights")
         run.save(opt.state())
     if is_best:
         run.write_model("best", net, best["eval_compressed"])
+    parallel.gather(None)  # it is there for all ranks
 
 
 def check_best(run):
@@ -488,6 +534,7 @@ def setup(argv):
     c = settings(argv)
     eviction_of_evaluation(c)  # checks itself
     choose_device(c)
+    check_ranks(c)
     folder = find_checkpoint(c.model)
     choose_dtype(c, folder)
     rule = find_reward(c.reward)
@@ -525,10 +572,26 @@ def setup(argv):
         if callable(rule):
             run.watch("reward", rule.file, rule.fingerprint)
     introduce(c, folder, net, problems=problems)
-    if run and c.tracker != "none":
+    if run and run.writes and c.tracker != "none":
         done = run.memory.get("evals", [])[-1:]
         run.tracker = Tracker(run, already=[e for e in done if e["step"] == run.step])
     return c, run, net, tok, problems, objective, opt, teacher
+
+
+def check_ranks(c):
+    """Raise ValueError for what several ranks cannot do."""
+    ranks = parallel.size()
+    if ranks > c.prompts:
+        raise ValueError(f"prompts={c.prompts} leave some of {ranks} ranks without one: raise "
+                         "prompts, or start fewer processes")
+    if ranks > 1 and c.dry_run:
+        raise ValueError("dry_run=True measures one process: say it without torchrun, with "
+                         f"--prompts={largest_share(c)}, the share of one of {ranks} ranks")
+
+
+def largest_share(c):
+    """The most prompts that a rank samples in a step."""
+    return -(-c.prompts // parallel.size())
 
 
 def problems_of(c, tok, rule, n_eval):
@@ -589,11 +652,11 @@ def check_memory(c, net):
     there = memory_of(c.device)
     fit = int(min(there, 1e18)) // size
     held_out = max(c.eval_problems, c.eval_final)
-    asked = dict(group=c.group, prompts=c.prompts * c.group,
+    asked = dict(group=c.group, prompts=largest_share(c) * c.group,
                  eval_batch=min(c.eval_batch, held_out))
     for key, samples in asked.items():
         if samples > fit:
-            most = fit // c.group if key == "prompts" else fit
+            most = fit // c.group * parallel.size() if key == "prompts" else fit
             raise ValueError(f"{key} {getattr(c, key)} is too much: {samples} samples at a time "
                              f"take at least {samples * size / 1e9:.0f} GB, {c.device} has "
                              f"{there / 1e9:.0f} GB; {key} {most} might fit")
@@ -607,6 +670,8 @@ def introduce(c, folder, net, problems):
     tell(f"torch {torch.__version__}, {where}, {c.dtype} weights, fp32 masters, attention by the "
           f"{path}")
     per_token = net.config.kv_bytes_per_token(net.dtype)
+    if parallel.size() > 1:
+        tell(f"{parallel.size()} ranks share the prompts of each step")
     size = sum(p.numel() for p in net.parameters()) / 1e6
     tell(f"{folder}: {net.config.arch}, {size:.2f}M parameters, {per_token:,} KV bytes per token")
 
@@ -689,4 +754,5 @@ def finish(run, net):
 
 
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    with parallel.ranks():
+        main(sys.argv[1:])

@@ -21,11 +21,12 @@ BLOCK = 1024  # logits that a program reads at once, four times per step: Philox
 PARTS = 16    # a row of logits is cut into at most so many parts, each for a program of its own
 
 
-def sample_triton(logits, temperature, seed, t):
+def sample_triton(logits, temperature, seed, t, first=0):
     """Replaces rollout.draw_token: logits (S, V) fp32 -> token (S,), its log-prob (S,) under
     softmax(logits / temperature); temperature 0: the maximum, with its log-prob at temperature 1.
 
-    The noise is a function of seed (an int) and t (an int64 tensor () on the device)."""
+    The noise is a function of seed (an int), t (an int64 tensor () on the device) and a row's
+    number, which starts at first."""
     (S, V), logits = logits.shape, logits.contiguous()
     size = 4 * BLOCK * triton.cdiv(V, 4 * BLOCK * PARTS)                   # logits of one part
     parts = triton.cdiv(V, size)
@@ -36,7 +37,7 @@ def sample_triton(logits, temperature, seed, t):
     with torch.cuda.device_of(logits):  # Triton launches on the current card, which may be another
         part_kernel[S, parts](
             X=logits, FOUND=found, WHERE=where, T=t,
-            seed=seed, V=V, size=size, scale=1 / (temperature or 1.0),
+            seed=seed, first=first, V=V, size=size, scale=1 / (temperature or 1.0),
             GREEDY=not temperature, BLOCK=BLOCK)
         join_kernel[S,](
             FOUND=found, WHERE=where, TOKEN=token, LOGP=logp, parts=parts,
@@ -73,8 +74,8 @@ def consider(x, c, r, m_i, l_i, best, at, x_best, GREEDY: tl.constexpr):
     return m_new, l_i, best, at, x_best
 
 
-@jit("seed")
-def part_kernel(X, FOUND, WHERE, T, seed, V, size, scale,
+@jit("seed", "first")
+def part_kernel(X, FOUND, WHERE, T, seed, first, V, size, scale,
                 GREEDY: tl.constexpr, BLOCK: tl.constexpr):
     # one program per row and part of X (S, V); every lane keeps its own running numbers,
     # joined at the end. Word i that Philox makes for column c serves column c + i * BLOCK
@@ -87,7 +88,7 @@ def part_kernel(X, FOUND, WHERE, T, seed, V, size, scale,
     for start in range(part * size, min(part * size + size, V), 4 * BLOCK):
         c = start + lane
         zero = tl.zeros_like(c)
-        words = tl.philox(seed, c, zero + row, zero + step, zero)
+        words = tl.philox(seed, c, zero + row + first, zero + step, zero)
         for i in tl.static_range(4):
             x = tl.load(X + c, mask=c < V, other=float("-inf")) * scale
             m_i, l_i, best, at, x_best = consider(x, c, words[i], m_i, l_i, best, at, x_best,

@@ -17,6 +17,16 @@ class Metrics:
         for name, x in tensors.items():
             self.parts.setdefault(name, []).append(x[mask])
 
+    @classmethod
+    def together(cls, several):
+        """Of several, what one of them had, had it been told everything."""
+        whole = cls()
+        for metrics in several:
+            whole.add(**metrics.sums)
+            for name, parts in metrics.parts.items():
+                whole.parts.setdefault(name, []).extend(parts)
+        return whole
+
     def has(self, name):
         return name in self.parts
 

@@ -10,6 +10,8 @@ from functools import partial
 
 import torch
 
+from support.parallel import sum_gradients
+
 
 class Masters:
     """The fp32 weights that the optimizer (AdamW) updates; of an fp32 model they are its own
@@ -48,8 +50,10 @@ class Masters:
         p.grad = None
 
     def step(self, lr, grad_clip):
-        """Clip, update the masters, copy them down. -> gradient norm before clipping. Raises
-        FloatingPointError, before anything is changed, if that is not finite."""
+        """Add up the gradients of all ranks, clip, update the masters, copy them down. -> gradient
+        norm before clipping. Raises FloatingPointError, before anything is changed, if that is not
+        finite."""
+        sum_gradients(self.masters)
         norm = torch.nn.utils.clip_grad_norm_(self.masters, grad_clip)
         if not norm.isfinite():
             raise FloatingPointError(f"the gradient's norm is {norm.item()}: "

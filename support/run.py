@@ -18,6 +18,7 @@ from contextlib import contextmanager, suppress
 
 import torch
 
+from support import parallel
 from support.checkpoint import (
     read_checkpoint,
     remove,
@@ -120,7 +121,7 @@ def columns(stream):
 
 
 def put(text, stream):
-    if stream is None:  # it was closed before this process began
+    if stream is None or parallel.rank():  # it was closed before this process began
         return
     try:
         stream.write(text)
@@ -168,8 +169,8 @@ def one_line_errors(*kinds, also=None):
 # the machine
 
 def choose_device(c):
-    """Replace "auto" in c.device by what it means here. Raises ValueError for a device that is not
-    there."""
+    """Replace "auto" in c.device by what it means here; of several ranks each gets a card of its
+    own. Raises ValueError for a device that is not there."""
     if c.device == "auto":
         c.device = "cuda" if torch.cuda.is_available() else "cpu"
     kind, _, index = c.device.partition(":")
@@ -177,6 +178,15 @@ def choose_device(c):
         raise ValueError(f"device must be auto, cpu, cuda or cuda:N, got {c.device!r}")
     if kind == "cuda":
         cards = torch.cuda.device_count()
+        if parallel.launched():
+            if index:
+                raise ValueError(f"device={c.device} is one card, torchrun gives each rank "
+                                 "its own: say --device=cuda")
+            if parallel.card() >= cards > 0:
+                raise ValueError(f"torchrun started more ranks than the {cards} cards here: "
+                                 f"--nproc_per_node={cards}, or --device=cpu")
+            index = str(parallel.card())
+            c.device = f"cuda:{index}"
         if int(index or 0) >= cards:
             raise ValueError(f"device={c.device} was asked for, but torch finds no CUDA or no such "
                              f"card ({cards} found)")
@@ -263,8 +273,9 @@ class Run:
     of the files that it names}, part of the run where their names and places are not. inputs: {key
     of c: path of what is read}, of which "model" is the folder that the model is loaded from. step:
     steps done. memory: what later steps must know beside the learner; JSON. learner: what `save`
-    was given, after a resume. interrupted: the number of the signal that ends the run after this
-    step, or 0. tracker: is told what is logged.
+    was given, after a resume. signal: the number of the last one that came, or 0; interrupted: of
+    the one that ends the run after this step. tracker: is told what is logged. Of several ranks
+    (support/parallel.py) only rank 0 writes.
 
     Raises, before anything is written, ValueError if the folder holds another run, what the run
     reads or files that no run made, is in use, or holds a checkpoint that is damaged or of other
@@ -273,7 +284,9 @@ class Run:
     def __init__(self, c, may_change, identity=None, inputs=None):
         self.c, self.may_change, self.identity = c, may_change, identity or {}
         self.step, self.memory, self.learner = 0, {}, None
-        self.held, self.interrupted, self.beside, self.tracker = None, 0, {}, None
+        self.held, self.signal, self.interrupted = None, 0, 0
+        self.beside, self.tracker = {}, None
+        self.writes = parallel.rank() == 0
         self.saved, self.unsaved = None, not c.resume  # the checkpoint's step; is there more?
         if c.resume and c.overwrite:
             raise ValueError("resume=True goes on with a run, overwrite=True throws it away: say "
@@ -281,11 +294,11 @@ class Run:
         self.check_inputs(inputs or {})
         if inputs:
             self.beside = read_beside(inputs["model"])
-        if os.path.isdir(c.out_dir):
+        if self.writes and os.path.isdir(c.out_dir):
             self.held = hold(c.out_dir)
         if c.resume:
             self.read_checkpoint()
-        else:
+        elif self.writes:
             self.check_free()
         self.first = self.step  # at which this process began
 
@@ -396,11 +409,15 @@ class Run:
     def open(self):
         """Make out_dir, clear it of an old run if that was asked for, cut log and samples back to
         the step that is resumed; from here on a signal ends the run after its step."""
-        os.makedirs(self.c.out_dir, exist_ok=True)
-        self.held = hold(self.c.out_dir)
+        self.began = time.time()
+        parallel.gather(None)  # all ranks have read what they need
         for number in SIGNALS:
             if signal.getsignal(number) != signal.SIG_IGN or number == signal.SIGINT:  # nohup
                 signal.signal(number, self.on_signal)
+        if not self.writes:
+            return
+        os.makedirs(self.c.out_dir, exist_ok=True)
+        self.held = hold(self.c.out_dir)
         if self.learner is None:
             self.check_free()  # another run may have begun and ended here since
             for name in FILES[:-1]:  # checkpoints first, the settings stay until they change
@@ -415,22 +432,27 @@ class Run:
             os.makedirs(self.path(folder), exist_ok=True)
         settings = dict(vars(self.c), identity=self.identity)
         write_text(self.path("config.json"), json.dumps(settings, indent=2))
-        self.began = time.time()
 
     def on_signal(self, number, frame):
-        if self.interrupted and number == getattr(signal, "SIGHUP", None):
+        if self.signal and number == getattr(signal, "SIGHUP", None):
             return  # a terminal that is closed sends it twice
-        if self.interrupted:
+        if self.signal or self.interrupted:
             with suppress(OSError, ValueError):
                 if LAST.stream:
                     os.write(LAST.stream.fileno(), b"\n")
             os._exit(128 + number)
-        self.interrupted = number
+        self.signal = number
+        if not self.writes:
+            return
         with suppress(OSError):  # print may be what was interrupted
             os.write(2, f"\n{signal.Signals(number).name}: finishing this step, then saving; once "
                      "more quits at once\n".encode())
             if is_terminal(sys.stderr):  # where the cursor now is on a line of its own
                 LAST.stream = None
+
+    def agree(self):
+        """Between two steps: a signal that came to any rank ends the run of all."""
+        self.interrupted = max(parallel.gather(self.signal))
 
     # writing
 
@@ -452,6 +474,8 @@ class Run:
         """Add text to a file in out_dir."""
         self.check_own()
         self.unsaved = True
+        if not self.writes:
+            return
         try:
             with open(self.path(name), "a", encoding="utf-8", errors="backslashreplace") as f:
                 f.write(text)
@@ -482,6 +506,11 @@ class Run:
     def save(self, learner):
         """Write the checkpoint; the one before it becomes ckpt-previous.pt. learner: dict of
         tensors and numbers."""
+        if self.writes:
+            self.write(learner)
+        self.saved, self.unsaved = self.step, False
+
+    def write(self, learner):
         self.check_own()
         sizes = dict.fromkeys(GROWING, 0)
         for name in GROWING:
@@ -491,7 +520,6 @@ class Run:
         state = dict(learner=learner, step=self.step, memory=self.memory, config=vars(self.c),
                      identity=self.identity, sizes=sizes)
         write_checkpoint(self.path("ckpt.pt"), state, previous=self.path("ckpt-previous.pt"))
-        self.saved, self.unsaved = self.step, False
 
     @contextmanager
     def saving_on(self, kind, opt):
@@ -511,6 +539,8 @@ class Run:
         """Write net to the folder out_dir/name in Hugging Face format, with what stood beside the
         weights where it came from. The list of the files names them before the first is written,
         and a step, which says that all are there, after the last."""
+        if not self.writes:
+            return
         self.check_own()
         folder = self.path(name)
         os.makedirs(folder, exist_ok=True)

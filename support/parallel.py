@@ -1,0 +1,196 @@
+"""
+Several processes that train one model (data parallel), started by torchrun.
+
+    torchrun --standalone --nproc_per_node=4 train.py
+
+The idea. Each process, called a rank, holds the whole model. It takes its `share` of the work, and
+what depends on more than that is computed from what all ranks found (`gather`, `sum_gradients`), so
+that a run is the same for any number of ranks, up to rounding. Objects travel by gloo, through the
+memory of the CPU; gradients by NCCL where they lie on cards. Without torchrun there is one rank,
+and every function here returns what it was given.
+
+How it ends. A rank that fails says why; it is the only one that does. The others learn of it from
+the launcher's store, also while they wait in a collective, and end without a word.
+
+Left out: parts of a model or of an optimizer on each rank, ranks that come and go. Nothing here
+knows what is trained.
+"""
+import io
+import os
+import sys
+import threading
+import time
+import traceback
+from contextlib import contextmanager, suppress
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+
+PATIENCE = timedelta(days=1)  # how long one rank may be waited for; one that fails is noticed
+FAILED = "failed"             # in the store: how many ranks have failed
+GRACE = 2                     # seconds in which the launcher sees whose failure came first
+
+
+def size():
+    """How many ranks there are."""
+    return dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
+
+
+def rank():
+    """The number of this one, from 0; 0 alone writes and prints."""
+    return dist.get_rank() if size() > 1 else 0
+
+
+def launched():
+    """Was this process started by torchrun?"""
+    return dist.is_available() and dist.is_torchelastic_launched()
+
+
+def card():
+    """Which card of its machine a rank is to use."""
+    return int(os.environ["LOCAL_RANK"])
+
+
+# work and results
+
+def share(n):
+    """Which of n things are this rank's, a range; those of all ranks follow each other."""
+    return range(n * rank() // size(), n * (rank() + 1) // size())
+
+
+def gather(value):
+    """What every rank has, as a list, on every rank. Tensors on a card come to the card of the rank
+    that gets them."""
+    if size() == 1:
+        return [value]
+    data, found = io.BytesIO(), [None] * size()
+    torch.save(value, data)
+    with among_ranks():
+        dist.all_gather_object(found, data.getvalue())
+    return [torch.load(io.BytesIO(x), map_location=to_this_card, weights_only=False)
+            for x in found]
+
+
+def to_this_card(storage, place):
+    return storage.cuda() if place.startswith("cuda") else storage
+
+
+def attempt(kind, work):
+    """work(), of each rank its own. Where one raises an exception of this kind, rank 0 raises it,
+    so that it can save what there is; the others wait for its end."""
+    if size() == 1:
+        return work()
+    found = error = None
+    try:
+        found = work()
+    except kind as e:
+        error = e
+    errors = [e for e in gather(error) if e is not None]
+    if errors and rank() == 0:
+        raise errors[0]
+    while errors:  # `watch` ends it
+        time.sleep(1)
+    return found
+
+
+def sum_gradients(params):
+    """Add up the gradients of all ranks, which then have equal bits; a rank without one adds 0."""
+    if size() == 1:
+        return
+    with among_ranks():
+        for p in params:
+            if p.grad is None:
+                p.grad = torch.zeros_like(p)
+            dist.all_reduce(p.grad)
+
+
+@torch.no_grad()
+def check_equal(tensors, what):
+    """Raise ValueError unless these tensors have the same bits on every rank."""
+    bits = [x.contiguous().view(torch.int32).sum(dtype=torch.int64) for x in tensors]
+    found = gather(torch.stack(bits).tolist())
+    apart = [r for r, x in enumerate(found) if x != found[0]]
+    if apart:
+        raise ValueError(f"{what} of rank {apart[0]} are not those of rank 0: nothing more is "
+                         "saved; do all ranks read the same files, on cards of one kind?")
+
+
+@contextmanager
+def among_ranks():
+    """A collective fails where another rank is gone. If that rank has said why, end without a word,
+    else raise ConnectionError."""
+    try:
+        yield
+    except RuntimeError as e:
+        if isinstance(e, torch.OutOfMemoryError):
+            raise
+        time.sleep(GRACE)
+        if STORE.check([FAILED]):
+            os._exit(1)
+        raise ConnectionError(f"another rank has ended without a word, killed perhaps ({e!s:.200})"
+                              ) from None
+
+
+# beginning and end
+
+@contextmanager
+def ranks():
+    """Around the whole program: under torchrun it is one of several ranks in here. An exception
+    that leaves ends the process, and with it all others."""
+    if not launched():
+        yield
+        return
+    start()
+    try:
+        yield
+        gather(None)  # rank 0 may have more to do
+    except SystemExit as e:
+        if isinstance(e.code, str):
+            fail(e, f"{e.code}\n")
+        raise
+    except BaseException as e:
+        fail(e, traceback.format_exc())
+    ENDED.set()
+    dist.destroy_process_group()
+
+
+def start():
+    global STORE
+    STORE, number, n = next(dist.rendezvous("env://"))
+    backend = "gloo"
+    if torch.cuda.is_available():
+        backend = "cpu:gloo,cuda:nccl"  # by where a tensor lies
+    dist.init_process_group(backend, store=STORE, rank=number, world_size=n, timeout=PATIENCE)
+    threading.Thread(target=watch, args=(STORE.clone(),), daemon=True).start()
+
+
+def watch(store):
+    """End this rank soon after one has failed or the launcher has gone, wherever it then is."""
+    with suppress(RuntimeError):
+        while not store.check([FAILED]):
+            if ENDED.wait(0.5):
+                return
+        time.sleep(GRACE)
+    if not ENDED.is_set():
+        os._exit(1)
+
+
+def fail(e, text):
+    """End this rank; print the text if it is the first that fails."""
+    first = False
+    with suppress(RuntimeError):  # the launcher has gone
+        first = STORE.add(FAILED, 1) == 1
+    if first:
+        with suppress(OSError, ValueError):
+            sys.stderr.write(text)
+            sys.stderr.flush()
+        from torch.distributed.elastic.multiprocessing.errors import get_error_handler
+        get_error_handler().record_exception(e)  # for the launcher's own report
+    else:
+        time.sleep(GRACE)
+    os._exit(1)
+
+
+STORE = None                # what the launcher keeps for all ranks
+ENDED = threading.Event()   # has this rank ended well?
