@@ -201,13 +201,11 @@ def generate(model, prompts, group, max_new_tokens, temperature=1.0, evict="snap
              prefill_rows=16384, eviction=None, part=None):
     """Sample `group` responses to each prompt under the compressed cache. -> Rollout
 
-    prompts: B lists of token ids, ragged. temperature 0 is greedy, for evaluation. eviction:
-    kvcache.Eviction, or the most used of its fields one by one; evict is the method. stop_ids: a
-    response ends with the first of these, which is part of it; decoding ends when every sample has
-    ended. prefill_rows: prompt tokens per prefill pass. part: (number of the first prompt, of all)
-    where these are some of a step's: each gets the samples that it would get among all. Raises
-    ValueError for what it cannot serve, NotFinite for NaN or inf in logits or in an eviction
-    method's scores."""
+    prompts: B lists of token ids, ragged. temperature 0 is greedy. eviction: kvcache.Eviction, or
+    the most used of its fields one by one; evict is the method. stop_ids: a response ends with the
+    first of these, which is part of it. prefill_rows: prompt tokens per prefill pass. part: (number
+    of the first prompt, of all) where others are sampled elsewhere: samples are as among all.
+    Raises ValueError for what it cannot serve, NotFinite for NaN or inf in logits or scores."""
     if eviction is None:
         eviction = Eviction(method=evict, budget=budget, window=window, sinks=sinks, pool=pool,
                             response_budget=response_budget, period=period)

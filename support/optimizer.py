@@ -28,8 +28,8 @@ class Masters:
         self.params = list(model.parameters())
         if value is not None:
             self.params += value.parameters()
-        self.masters = [p if p.dtype == torch.float32 else p.detach().float().requires_grad_()
-                        for p in self.params]
+        self.masters = [p if p.dtype in (torch.float32, torch.float64)  # of tests
+                        else p.detach().float().requires_grad_() for p in self.params]
         self.optimizer = torch.optim.AdamW(self.masters, lr=c.lr, betas=(0.9, c.beta2),
                                            weight_decay=c.weight_decay, fused=True)
         for p, master in self.copies():

@@ -17,6 +17,7 @@ knows what is trained.
 """
 import io
 import os
+import signal
 import sys
 import threading
 import time
@@ -125,6 +126,7 @@ def among_ranks():
     except RuntimeError as e:
         if isinstance(e, torch.OutOfMemoryError):
             raise
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)  # the launcher's, to whoever is left
         time.sleep(GRACE)
         if STORE.check([FAILED]):
             os._exit(1)
@@ -147,10 +149,15 @@ def ranks():
         gather(None)  # rank 0 may have more to do
     except SystemExit as e:
         if isinstance(e.code, str):
-            fail(e, f"{e.code}\n")
+            fail(SystemExit(e.code), f"{e.code}\n")
+        leave()
         raise
     except BaseException as e:
         fail(e, traceback.format_exc())
+    leave()
+
+
+def leave():
     ENDED.set()
     dist.destroy_process_group()
 

@@ -9,6 +9,7 @@ from multiprocessing import forkserver
 
 import pytest
 import torch
+import torch.distributed
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import train
@@ -16,6 +17,7 @@ from grpo import replay
 from kvcache import EVICT, attention
 from model import Config, Transformer
 from rollout import Rollout
+from support import parallel
 from support.checkpoint import read_checkpoint as read_whole
 from support.run import HELD, SIGNALS
 
@@ -231,6 +233,31 @@ class Forked(server.Process):
     def wait(self, timeout=100):
         self.join(timeout)
         return self.exitcode
+
+
+def as_rank(number, env, target, *args):
+    os.environ.update(env, RANK=str(number), LOCAL_RANK=str(number))
+    with parallel.ranks():
+        target(*args)
+
+
+class Ranks:
+    """n processes that call target(*args), each as a rank that torchrun has started; rank r prints
+    to folder/printed-r."""
+
+    def __init__(self, n, folder, target, *args):
+        self.store = torch.distributed.TCPStore("127.0.0.1", 0, is_master=True)  # the launcher's
+        env = dict(WORLD_SIZE=str(n), MASTER_ADDR="127.0.0.1", MASTER_PORT=str(self.store.port),
+                   TORCHELASTIC_RUN_ID="test", TORCHELASTIC_USE_AGENT_STORE="True",
+                   TORCHELASTIC_RESTART_COUNT="0")
+        self.printed = [os.path.join(folder, f"printed-{r}") for r in range(n)]
+        self.processes = [Forked(self.printed[r], as_rank, r, env, target, *args)
+                          for r in range(n)]
+
+    def wait(self):
+        """-> exit codes, what each printed since the folder was made"""
+        codes = [process.wait() for process in self.processes]
+        return codes, [open(path).read() for path in self.printed]
 
 
 @pytest.fixture(scope="session")

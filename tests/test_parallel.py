@@ -1,0 +1,220 @@
+"""support/parallel.py: several ranks do what one does, and end as one."""
+import os
+import signal
+import subprocess
+import sys
+import time
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+import train
+from conftest import (
+    FAST,
+    ROOT,
+    STOP,
+    Ranks,
+    learner,
+    prompts,
+    read_checkpoint,
+    read_log,
+    rel,
+    toy,
+    train_here,
+)
+from data.rewards import RewardError
+from kvcache import Eviction
+from rollout import generate, join
+from support import parallel
+from support.metrics import Metrics
+from support.run import choose_device
+
+SIZES = (40, 61, 33, 40, 52)  # tokens of the prompts, no number of ranks divides how many
+ENDS = (*STOP, 20, 31, 44)
+SHAPE = dict(prompts=5, group=3, max_new_tokens=12, budget=24, window=8, response_budget=10,
+             period=3, warmup=0, distill=0.2)
+CASES = dict(
+    sequence=dict(),
+    token=dict(norm="token", micro_rows=150, updates=2),
+    weights=dict(learner="dense", correction="sparse_rl", norm="token", updates=2),
+    reference=dict(ref_kl=0.1, evict="random", norm="constant"),
+    ppo=dict(objective="ppo", updates=2, lam=0.95),
+    dpo=dict(objective="dpo", updates=2),
+    one_pair=dict(objective="dpo"),
+    no_pair=dict(objective="dpo"))
+
+
+# what a rank samples
+
+@pytest.mark.parametrize("evict", ("snapkv", "random"))
+@pytest.mark.parametrize("spread", ("uniform", "adaptive"))
+def test_parts_of_a_rollout(model, evict, spread):
+    """Prompts get the samples that they get among all, whoever samples them."""
+    e = Eviction(evict, budget=24, window=8, sinks=2, response_budget=10, period=3, spread=spread)
+    ids = prompts(*SIZES)
+    settings = dict(group=3, max_new_tokens=12, eviction=e, stop_ids=STOP, seed=5)
+    whole = generate(model, ids, **settings)
+    parts = [generate(model, ids[a:b], **settings, part=(a, 5)) for a, b in ((0, 1), (1, 4), (4, 5))]
+    r = join(parts)
+    assert r.prompts == ids and r.sizes == list(SIZES) and r.temperature == 1.0
+    for name in ("tokens", "lengths", "stopped"):
+        assert torch.equal(getattr(r, name), getattr(whole, name)), name
+    assert (r.logp_roll - whole.logp_roll).abs().max() < 1e-4
+    for b in range(5):
+        for layer in range(3):
+            for head in range(2):
+                assert torch.equal(r.kept[b][layer][head], whole.kept[b][layer][head])
+    n = whole.lengths[..., None]                                # what dies later was never there
+    assert torch.equal(r.until.minimum(n), whole.until.minimum(n))
+    assert r.kv["dense"] == whole.kv["dense"] and 0 < r.kv["kept"] <= whole.kv["kept"]
+    # controls: numbered from 0 it is other noise, in another order another rollout
+    alone = generate(model, ids[1:4], **settings)
+    assert not torch.equal(alone.tokens, whole.tokens[1:4])
+    assert not torch.equal(join(parts[::-1]).tokens, whole.tokens)
+
+
+@pytest.mark.parametrize("part", ((-1, 5), (4, 5), (0, 1)))
+def test_a_part_that_does_not_fit(model, part):
+    with pytest.raises(ValueError, match=r"part must be \(first, all\), with 2 prompts"):
+        generate(model, prompts(40, 41), 2, 3, part=part)
+
+
+def test_shares(monkeypatch):
+    """Of any number of things every rank has a range, and all are somebody's once."""
+    assert parallel.share(7) == range(7) and parallel.gather(7) == [7]  # one rank
+    for n in range(9):
+        for size in (1, 2, 3, 8):
+            found = []
+            monkeypatch.setattr(parallel, "size", lambda: size)
+            for r in range(size):
+                monkeypatch.setattr(parallel, "rank", lambda: r)
+                assert n // size <= len(parallel.share(n)) <= -(-n // size)
+                found += parallel.share(n)
+            assert found == list(range(n))
+
+
+def test_metrics_together():
+    """As if one had been told everything; a rank without work adds nothing."""
+    a, b, c, all_ = Metrics(kl=0.0), Metrics(kl=0.0), Metrics(kl=0.0), Metrics(kl=0.0)
+    mask = torch.tensor([True, False, True])
+    for metrics, x in ((a, 1.0), (a, 2.0), (c, 4.0)):
+        for one in (metrics, all_):
+            one.add(kl=x, loss=-x)
+            one.collect(mask, gap=torch.arange(3) * x)
+    got = Metrics.together([a, b, c])
+    assert got.sums == all_.sums == dict(kl=7.0, loss=-7.0)
+    assert got.tokens("gap").tolist() == all_.tokens("gap").tolist() == [0, 2, 0, 4, 0, 8]
+    assert Metrics.together([a, b]).sums != all_.sums
+
+
+# what ranks learn
+
+def score(row, text, tokens):
+    return dict(reward=sum(tokens) % 3 * row["weight"], tokens=len(tokens))
+
+
+def learn(name, dtype, steps=1, alone=False):
+    """Some steps of a toy model. alone: each rank with its own prompts, as if there were no others,
+    but for the sum of the gradients. -> of the last step: rollout, rewards, named numbers, log;
+    gradients of every update before they are clipped; weights"""
+    net, ids = toy(dtype=dtype), prompts(*SIZES)
+    c, objective, opt = learner(net, toy(dtype=dtype), **{**SHAPE, **CASES[name]})
+    if objective.value:
+        objective.value.to(dtype)
+    weights = dict(one_pair=(0, 0, 0, 1, 0), no_pair=[0] * 5).get(name, [1] * 5)
+    tok = SimpleNamespace(decode=lambda ids, special: "text")
+    problems = [SimpleNamespace(rule=score, row=dict(weight=w), text="?", where="")
+                for w in weights]
+    gradients, clip, as_it_is = [], torch.nn.utils.clip_grad_norm_, dict(vars(parallel))
+
+    def seen(masters, limit):
+        gradients.append([m.grad.clone() for m in masters])
+        return clip(masters, limit)
+
+    torch.nn.utils.clip_grad_norm_ = seen
+    for step in range(steps):
+        mine = parallel.share(5)
+        rollout = generate(
+            net, ids[mine.start:mine.stop], 3, 12, eviction=train.eviction_of(c), seed=step,
+            stop_ids=ENDS, part=(mine.start, 5))
+        if alone:
+            parallel.gather, parallel.share = lambda x: [x], range
+        rollout, rewards, parts = train.rewarded(
+            tok, rollout, problems[mine.start:mine.stop], first=mine.start)
+        log = train.update(net, opt, objective, rollout, rewards=rewards.to(dtype), c=c, lr=1e-3)
+        vars(parallel).update(as_it_is)
+    torch.nn.utils.clip_grad_norm_ = clip
+    parallel.check_equal(opt.masters, "the weights")
+    return dict(rollout=rollout, rewards=rewards, parts=parts, log=log, gradients=gradients,
+                weights=[m.detach() for m in opt.masters])
+
+
+def learn_all(folder):
+    found = {name: learn(name, torch.double) for name in CASES}
+    found["fp32"] = learn("sequence", torch.float32, steps=3)
+    for name in ("sequence", "token", "weights"):
+        found[f"control of {name}"] = learn(name, torch.double, alone=True)
+    torch.save(found, os.path.join(folder, f"rank-{parallel.rank()}.pt"))
+
+
+def furthest(got, want, times=1.0):
+    """Largest difference of two lists of tensors, relative to the largest value of each."""
+    return max(rel(times * x, y) for x, y in zip(got, want, strict=True) if y.any())
+
+
+@pytest.fixture(scope="module")
+def learned(tmp_path_factory):
+    """{number of ranks: what each of them found}"""
+    folders = {n: tmp_path_factory.mktemp(f"ranks-{n}") for n in (1, 2, 3)}
+    started = {n: Ranks(n, folders[n], learn_all, str(folders[n])) for n in (2, 3)}
+    learn_all(folders[1])  # without torch.distributed
+    for n, ranks in started.items():
+        codes, printed = ranks.wait()
+        assert codes == [0] * n, printed
+    return {n: [torch.load(folder / f"rank-{r}.pt", weights_only=False) for r in range(n)]
+            for n, folder in folders.items()}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_ranks_learn_what_one_learns(learned, name):
+    """In fp64, with prompts that no number of ranks divides: samples, gradients, weights, log."""
+    want = learned[1][0][name]
+    r = want["rollout"]
+    assert r.stopped.any() and not r.stopped.all() and len(set(r.lengths.flatten().tolist())) > 3
+    for n in (2, 3):
+        for found in learned[n]:
+            got = found[name]
+            assert torch.equal(got["rollout"].tokens, r.tokens)
+            assert torch.equal(got["rewards"], want["rewards"]) and got["parts"] == want["parts"]
+            assert len(got["gradients"]) == len(want["gradients"])
+            for mine, whole in zip(got["gradients"], want["gradients"]):
+                assert furthest(mine, whole) < 1e-10
+            assert furthest(got["weights"], want["weights"]) < 1e-8
+            assert list(got["log"]) == list(want["log"])
+            assert got["log"] == pytest.approx(want["log"], rel=1e-6, abs=1e-6)
+    assert len(want["gradients"]) == CASES[name].get("updates", name != "no_pair")
+    pairs = dict(dpo=5, one_pair=1, no_pair=0)
+    assert want["log"].get("pairs") == pairs.get(name)
+
+
+@pytest.mark.parametrize("name", ("sequence", "token", "weights"))
+def test_what_each_rank_divides_by_counts(learned, name):
+    """The control: gradients of ranks that know their own prompts alone add up to something else,
+    also as a mean over ranks."""
+    want = learned[1][0][name]["gradients"][0]
+    for n in (2, 3):
+        got = learned[n][0][f"control of {name}"]["gradients"][0]
+        assert furthest(got, want) > 1e-2 and furthest(got, want, 1 / n) > 1e-2
+
+
+def test_weights_in_fp32(learned):
+    """After three steps, of whatever number of ranks; all ranks hold the same bits."""
+    start = [p.detach() for p in toy().parameters()]
+    want = learned[1][0]["fp32"]["weights"]
+    for n in (2, 3):
+        first = learned[n][0]["fp32"]["weights"]
+        assert max((a - b).abs().max() for a, b in zip(first, want)) < 1e-5
+        for found in learned[n]:
+            assert all(map(torch.equal, found["fp32"]["weights"], first))
+    assert max((a - b).abs().max() for a, b in zip(start, want)) > 1e-3  # control
