@@ -55,7 +55,8 @@ def test_parts_of_a_rollout(model, evict, spread):
     ids = prompts(*SIZES)
     settings = dict(group=3, max_new_tokens=12, eviction=e, stop_ids=STOP, seed=5)
     whole = generate(model, ids, **settings)
-    parts = [generate(model, ids[a:b], **settings, part=(a, 5)) for a, b in ((0, 1), (1, 4), (4, 5))]
+    parts = [generate(model, ids[a:b], **settings, part=(a, 5))
+             for a, b in ((0, 1), (1, 4), (4, 5))]
     r = join(parts)
     assert r.prompts == ids and r.sizes == list(SIZES) and r.temperature == 1.0
     for name in ("tokens", "lengths", "stopped"):
@@ -194,7 +195,7 @@ def test_ranks_learn_what_one_learns(learned, name):
             assert list(got["log"]) == list(want["log"])
             assert got["log"] == pytest.approx(want["log"], rel=1e-6, abs=1e-6)
     assert len(want["gradients"]) == CASES[name].get("updates", name != "no_pair")
-    pairs = dict(dpo=5, one_pair=1, no_pair=0)
+    pairs = dict(dpo=4, one_pair=1, no_pair=0)
     assert want["log"].get("pairs") == pairs.get(name)
 
 
@@ -218,3 +219,212 @@ def test_weights_in_fp32(learned):
         for found in learned[n]:
             assert all(map(torch.equal, found["fp32"]["weights"], first))
     assert max((a - b).abs().max() for a, b in zip(start, want)) > 1e-3  # control
+
+
+# what ranks say to each other
+
+def talk():
+    r = parallel.rank()
+    assert parallel.size() == 2 and parallel.launched()
+    found = parallel.gather(dict(x=torch.full((1 + r,), r), name="ab"[r]))
+    assert [f["name"] for f in found] == ["a", "b"] and [len(f["x"]) for f in found] == [1, 2]
+    a, b = (torch.nn.Parameter(torch.zeros(3)) for _ in range(2))
+    a.grad = torch.arange(3.0) + r
+    if r == 0:
+        b.grad = torch.ones(3)
+    parallel.sum_gradients([a, b])
+    assert a.grad.tolist() == [1, 3, 5] and b.grad.tolist() == [1, 1, 1]
+
+    parallel.check_equal([a, b], "the weights")
+    with torch.no_grad():
+        b[r] = r * 1e-45  # one bit of rank 1
+    with pytest.raises(ValueError, match="the weights of rank 1 are not those of rank 0"):
+        parallel.check_equal([a, b], "the weights")
+    with pytest.raises(ValueError, match="names right on one rank and wrong on another"):
+        train.join_parts(parallel.gather({"wrong right".split()[r]: [1]}))
+
+    assert parallel.attempt(RewardError, lambda: r) == r
+    print(f"{r} is here", flush=True)
+
+    def work():
+        if r == 1:
+            raise RewardError("of rank 1")
+
+    parallel.attempt(RewardError, work)
+    print("never", flush=True)
+
+
+def test_ranks_talk(tmp_path):
+    """Where rank 1 has an error that all may know of, rank 0 raises it and rank 1 waits."""
+    codes, printed = Ranks(2, tmp_path, talk).wait()
+    assert codes == [1, 1], printed
+    assert printed[0].startswith("0 is here\nTraceback") and printed[1] == "1 is here\n"
+    assert printed[0].endswith("RewardError: of rank 1\n")
+
+
+def test_what_several_ranks_cannot_do(monkeypatch):
+    c = train.settings([*FAST, "--prompts=3"])
+    train.check_ranks(c)
+    monkeypatch.setattr(parallel, "size", lambda: 2)
+    train.check_ranks(c)
+    c.dry_run = True
+    with pytest.raises(ValueError, match="dry_run=True measures one process: .* --prompts=2, the"):
+        train.check_ranks(c)
+    monkeypatch.setattr(parallel, "size", lambda: 4)
+    with pytest.raises(ValueError, match="prompts=3 leave some of 4 ranks without one: raise"):
+        train.check_ranks(c)
+
+
+def test_cards_of_ranks(monkeypatch):
+    """A rank takes the card of its number on its machine."""
+    taken = []
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(torch.cuda, "set_device", taken.append)
+
+    def chosen(device):
+        c = SimpleNamespace(device=device)
+        choose_device(c)
+        return c.device
+
+    assert [chosen("auto"), chosen("cuda:1"), chosen("cpu")] == ["cuda", "cuda:1", "cpu"]
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "test")
+    monkeypatch.setenv("LOCAL_RANK", "1")
+    assert [chosen("auto"), chosen("cuda"), chosen("cpu")] == ["cuda:1", "cuda:1", "cpu"]
+    assert taken == [0, 1, 1, 1]
+    with pytest.raises(ValueError, match="device=cuda:1 is one card, torchrun gives each rank"):
+        chosen("cuda:1")
+    monkeypatch.setenv("LOCAL_RANK", "2")
+    with pytest.raises(ValueError, match="more ranks than the 2 cards here: --nproc_per_node=2"):
+        chosen("cuda")
+
+
+# runs
+
+def disturbed(what, rank, number, *args):
+    """train.main, in which something happens to one rank in its rollout of this number."""
+    calls, generate = [], train.generate
+
+    def at_that_moment(*args, **kwargs):
+        if kwargs["temperature"]:  # no evaluation
+            calls.append(1)
+            if len(calls) == number:
+                if rank == parallel.rank():
+                    what()
+                elif what is fail:
+                    time.sleep(300)  # where no collective could end it
+        return generate(*args, **kwargs)
+
+    train.generate = at_that_moment  # of a process of its own
+    train.main([*FAST, *args])
+
+
+def stop():
+    signal.raise_signal(signal.SIGTERM)
+
+
+def kill():
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def fail():
+    raise AssertionError("a mistake of the program's own")
+
+
+def check_log(out, whole):
+    """Is it the log of the whole run up to rounding? Responses and rewards are equal."""
+    exact = ("kind", "step", "reward", "equal", "truncated", "tokens", "length", "problems", "lr",
+             "eval_compressed", "eval_dense", "texts")
+    for got, want in zip(read_log(out), read_log(whole)):
+        assert len(got) == len(want)
+        for a, b in zip(got, want):
+            assert list(a) == list(b)
+            for name in a:
+                if name in exact:
+                    assert a[name] == b[name], name
+                elif name.startswith("gap"):
+                    assert a[name] < 1e-4
+                elif name != "kv_kept":  # of prompts of different lengths a rank pads its own
+                    assert a[name] == pytest.approx(b[name], rel=1e-3, abs=1e-5), name
+    with open(os.path.join(out, "samples.txt")) as a, open(os.path.join(whole, "samples.txt")) as b:
+        assert a.read() == b.read()
+
+
+def test_a_run_of_two_ranks_goes_on_with_one(finished, tmp_path):
+    """A signal to one of them ends both, saved once; then one rank does a step, then two the rest,
+    and log and weights are those of the run that one rank did alone."""
+    out = f"--out_dir={tmp_path / 'out'}"
+    codes, printed = Ranks(2, tmp_path, disturbed, stop, 1, 2, out).wait()
+    assert codes == [143, 143], printed
+    assert printed[0].endswith("after step 2; go on with the same command and --resume=True\n")
+    assert "2 ranks share the prompts of each step" in printed[0]
+    assert printed[1] == "" and read_checkpoint(tmp_path / "out")["step"] == 2
+    alone = Ranks(1, tmp_path, disturbed, stop, 0, 1, out, "--resume=True")
+    assert alone.wait()[0] == [143] and read_checkpoint(tmp_path / "out")["step"] == 3
+    assert Ranks(2, tmp_path, train.main, [*FAST, out, "--resume=True"]).wait()[0] == [0, 0]
+    check_log(tmp_path / "out", finished[0])
+    got, want = (read_checkpoint(path)["learner"]["masters"]
+                 for path in (tmp_path / "out", finished[0]))
+    assert max((a - b).abs().max() for a, b in zip(got, want)) < 1e-5
+    # control: with other noise the log is another
+    train_here(f"--out_dir={tmp_path / 'other'}", "--seed=1")
+    with pytest.raises(AssertionError):
+        check_log(tmp_path / "other", finished[0])
+
+
+def test_a_rank_that_fails_ends_the_run(tmp_path):
+    """It alone says why, and the others end wherever they are."""
+    began = time.time()
+    out = f"--out_dir={tmp_path / 'out'}"
+    codes, printed = Ranks(2, tmp_path, disturbed, fail, 1, 2, out).wait()
+    assert codes == [1, 1] and time.time() - began < 30
+    assert printed[1].endswith("AssertionError: a mistake of the program's own\n")
+    assert printed[1].startswith("Traceback")
+    assert printed[0].splitlines()[-1].startswith("step    0 |")
+    assert read_checkpoint(tmp_path / "out")["step"] == 0
+
+
+def test_a_rank_that_is_killed_loses_nothing_saved(finished, tmp_path):
+    out = f"--out_dir={tmp_path / 'out'}"
+    codes, printed = Ranks(2, tmp_path, disturbed, kill, 1, 4, out).wait()
+    assert codes == [1, -signal.SIGKILL]
+    last = printed[0].splitlines()[-1]
+    assert last.startswith("error: another rank has ended without a word, killed perhaps (")
+    assert last.endswith("ckpt.pt holds step 2") and printed[1] == ""
+    train_here(out, "--resume=True")
+    check_log(tmp_path / "out", finished[0])
+
+
+REWARD = """
+import os
+
+calls = 0
+
+
+def score(row, text, tokens):
+    global calls
+    calls += 1
+    if os.environ.get("RANK") == "1" and calls > 4 + 2 * 4:  # 4 of the evaluation, 4 of each step
+        raise KeyError("level")
+    return {"reward": len(text) % 3 / 2, "size": len(text)}
+"""
+
+
+def test_torchrun(tmp_path):
+    """The launcher itself. A reward that fails on rank 1 ends the run with that as its first error,
+    after rank 0 has saved what was learned; mended, it goes on there."""
+    (tmp_path / "mine.py").write_text(REWARD)
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2",
+               os.path.join(ROOT, "train.py"), *FAST, "--reward=mine:score", "--save_every=100",
+               "--eval_every=100", "--out_dir=out"]
+    began = time.time()
+    p = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=100)
+    assert p.returncode == 1 and time.time() - began < 60
+    errors = [line for line in p.stderr.splitlines() if "rror" in line]
+    assert errors[0].startswith("error: the reward of training problem 5 ('Repeat each word ")
+    assert errors[0].endswith("raised KeyError: 'level' (" + str(tmp_path / "mine.py") +
+                              ":11); out/ckpt.pt holds step 2")
+    assert p.stdout.count("\nstep ") == 2 and p.stdout.count("fp32 masters") == 1
+    assert read_checkpoint(tmp_path / "out")["step"] == 2
+    steps = read_log(tmp_path / "out")[1]
+    assert len(steps) == 2 and all(0 <= row["reward"] <= 1 < row["reward_size"] for row in steps)
