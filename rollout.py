@@ -190,7 +190,9 @@ def record(step, device):
     must be read from the device, nothing in step() may wait for it, and every tensor that step()
     touches must stay at its address until the last replay: generate's frame holds them."""
     graph = torch.cuda.CUDAGraph()
-    with torch.cuda.device(device), torch.cuda.graph(graph):
+    # of other threads anything goes: NCCL's may ask for an event at any time
+    with (torch.cuda.device(device),
+          torch.cuda.graph(graph, capture_error_mode="thread_local")):
         step()
     return graph.replay
 

@@ -569,6 +569,7 @@ def setup(argv):
             opt.load(run.learner, run.path("ckpt.pt"))
         run.open()
         check_best(run)
+        run.memory = parallel.gather(run.memory)[0]  # rank 0's: it decides when to save
         if callable(rule):
             run.watch("reward", rule.file, rule.fingerprint)
     introduce(c, folder, net, problems=problems)

@@ -178,8 +178,7 @@ def watch(store):
         while not store.check([FAILED]):
             if ENDED.wait(0.5):
                 return
-        time.sleep(GRACE)
-    if not ENDED.is_set():
+    if not ENDED.wait(GRACE):
         os._exit(1)
 
 

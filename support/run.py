@@ -2,12 +2,12 @@
 The files of a run: out_dir with its lock, log.jsonl, samples.txt, config.json, ckpt.pt, model/,
 best/ and tensorboard/; what a signal does; and what a run prints.
 
-The idea. A folder belongs to one run and one process. A checkpoint knows how long log and samples
-were when it was written, and a resumed run cuts them back to that: wherever a run was cut, its
-files end as if it had not been. A model's folder holds a list of what a run wrote there, for which
-step: only that is ever removed. What cannot be printed is dropped: the log is the record. On a
-terminal the last line is written again and again, elsewhere a step is a line. Nothing here knows
-what is trained.
+The idea. A folder belongs to one run and one process; of several ranks (support/parallel.py) only
+rank 0 writes and prints. A checkpoint knows how long log and samples were when it was written, and
+a resumed run cuts them back to that: wherever a run was cut, its files end as if it had not been. A
+model's folder holds a list of what a run wrote there, for which step: only that is ever removed.
+What cannot be printed is dropped: the log is the record. On a terminal the last line is written
+again and again, elsewhere a step is a line. Nothing here knows what is trained.
 """
 import json
 import os
@@ -274,8 +274,8 @@ class Run:
     of c: path of what is read}, of which "model" is the folder that the model is loaded from. step:
     steps done. memory: what later steps must know beside the learner; JSON. learner: what `save`
     was given, after a resume. signal: the number of the last one that came, or 0; interrupted: of
-    the one that ends the run after this step. tracker: is told what is logged. Of several ranks
-    (support/parallel.py) only rank 0 writes.
+    the one that ends the run after this step. writes: is this rank 0? tracker: is told what is
+    logged.
 
     Raises, before anything is written, ValueError if the folder holds another run, what the run
     reads or files that no run made, is in use, or holds a checkpoint that is damaged or of other

@@ -5,6 +5,7 @@ import os
 import signal
 import subprocess
 import sys
+from functools import partial
 from multiprocessing import forkserver
 
 import pytest
@@ -245,13 +246,13 @@ class Ranks:
     """n processes that call target(*args), each as a rank that torchrun has started; rank r prints
     to folder/printed-r."""
 
-    def __init__(self, n, folder, target, *args):
+    def __init__(self, n, folder, target, args=()):
         self.store = torch.distributed.TCPStore("127.0.0.1", 0, is_master=True)  # the launcher's
         env = dict(WORLD_SIZE=str(n), MASTER_ADDR="127.0.0.1", MASTER_PORT=str(self.store.port),
                    TORCHELASTIC_RUN_ID="test", TORCHELASTIC_USE_AGENT_STORE="True",
                    TORCHELASTIC_RESTART_COUNT="0")
         self.printed = [os.path.join(folder, f"printed-{r}") for r in range(n)]
-        self.processes = [Forked(self.printed[r], as_rank, r, env, target, *args)
+        self.processes = [Forked(self.printed[r], partial(as_rank, r, env, target), *args)
                           for r in range(n)]
 
     def wait(self):

@@ -168,7 +168,7 @@ def furthest(got, want, times=1.0):
 def learned(tmp_path_factory):
     """{number of ranks: what each of them found}"""
     folders = {n: tmp_path_factory.mktemp(f"ranks-{n}") for n in (1, 2, 3)}
-    started = {n: Ranks(n, folders[n], learn_all, str(folders[n])) for n in (2, 3)}
+    started = {n: Ranks(n, folders[n], learn_all, [str(folders[n])]) for n in (2, 3)}
     learn_all(folders[1])  # without torch.distributed
     for n, ranks in started.items():
         codes, printed = ranks.wait()
@@ -354,14 +354,14 @@ def test_a_run_of_two_ranks_goes_on_with_one(finished, tmp_path):
     """A signal to one of them ends both, saved once; then one rank does a step, then two the rest,
     and log and weights are those of the run that one rank did alone."""
     out = f"--out_dir={tmp_path / 'out'}"
-    codes, printed = Ranks(2, tmp_path, disturbed, stop, 1, 2, out).wait()
+    codes, printed = Ranks(2, tmp_path, disturbed, (stop, 1, 2, out)).wait()
     assert codes == [143, 143], printed
     assert printed[0].endswith("after step 2; go on with the same command and --resume=True\n")
     assert "2 ranks share the prompts of each step" in printed[0]
     assert printed[1] == "" and read_checkpoint(tmp_path / "out")["step"] == 2
-    alone = Ranks(1, tmp_path, disturbed, stop, 0, 1, out, "--resume=True")
+    alone = Ranks(1, tmp_path, disturbed, (stop, 0, 1, out, "--resume=True"))
     assert alone.wait()[0] == [143] and read_checkpoint(tmp_path / "out")["step"] == 3
-    assert Ranks(2, tmp_path, train.main, [*FAST, out, "--resume=True"]).wait()[0] == [0, 0]
+    assert Ranks(2, tmp_path, train.main, [[*FAST, out, "--resume=True"]]).wait()[0] == [0, 0]
     check_log(tmp_path / "out", finished[0])
     got, want = (read_checkpoint(path)["learner"]["masters"]
                  for path in (tmp_path / "out", finished[0]))
@@ -376,7 +376,7 @@ def test_a_rank_that_fails_ends_the_run(tmp_path):
     """It alone says why, and the others end wherever they are."""
     began = time.time()
     out = f"--out_dir={tmp_path / 'out'}"
-    codes, printed = Ranks(2, tmp_path, disturbed, fail, 1, 2, out).wait()
+    codes, printed = Ranks(2, tmp_path, disturbed, (fail, 1, 2, out)).wait()
     assert codes == [1, 1] and time.time() - began < 30
     assert printed[1].endswith("AssertionError: a mistake of the program's own\n")
     assert printed[1].startswith("Traceback")
@@ -386,7 +386,7 @@ def test_a_rank_that_fails_ends_the_run(tmp_path):
 
 def test_a_rank_that_is_killed_loses_nothing_saved(finished, tmp_path):
     out = f"--out_dir={tmp_path / 'out'}"
-    codes, printed = Ranks(2, tmp_path, disturbed, kill, 1, 4, out).wait()
+    codes, printed = Ranks(2, tmp_path, disturbed, (kill, 1, 4, out)).wait()
     assert codes == [1, -signal.SIGKILL]
     last = printed[0].splitlines()[-1]
     assert last.startswith("error: another rank has ended without a word, killed perhaps (")

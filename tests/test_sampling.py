@@ -78,10 +78,12 @@ def test_draws_depend_on_seed_step_and_row(t):
     """Among 4,000 equal logits two draws of their own are almost never the same."""
     logits = torch.zeros(6, 4000, device=DEVICE)
 
-    def draw(seed, t):
-        return sample_triton(logits, 0.5, seed, t)[0]
+    def draw(seed, t, first=0):
+        return sample_triton(logits[first:], 0.5, seed, t, first=first)[0]
 
     token = draw(5, t)
+    assert torch.equal(draw(5, t, first=4), token[4:])  # as among all
+    assert (sample_triton(logits[4:], 0.5, 5, t)[0] != token[4:]).all()  # control
     assert torch.equal(draw(5, t), token)
     assert (draw(6, t) != token).all() and (draw(5, t + 1) != token).all()
     assert len(token.unique()) == 6
