@@ -206,7 +206,8 @@ def run_train(*args):
 
 
 server = multiprocessing.get_context("forkserver")
-server.set_forkserver_preload(["train", "pytest"])  # imported once for all Forked
+# imported once for all Forked; the last is what an optimizer imports
+server.set_forkserver_preload(["train", "pytest", "torch._dynamo"])
 
 
 def printing_to(path, target, *args):
