@@ -302,17 +302,16 @@ def test_cards_of_ranks(monkeypatch):
 # runs
 
 def disturbed(what, rank, number, *args):
-    """train.main, in which something happens to one rank in its rollout of this number."""
+    """train.main, in which something happens to one rank in its call of generate of this number:
+    two are an evaluation, before step 0 and step 2, others are steps."""
     calls, generate = [], train.generate
 
     def at_that_moment(*args, **kwargs):
-        if kwargs["temperature"]:  # no evaluation
-            calls.append(1)
-            if len(calls) == number:
-                if rank == parallel.rank():
-                    what()
-                elif what is fail:
-                    time.sleep(300)  # where no collective could end it
+        calls.append(1)
+        if len(calls) == number and rank == parallel.rank():
+            what()
+        elif len(calls) == number and what is fail:
+            time.sleep(300)  # where no collective could end it
         return generate(*args, **kwargs)
 
     train.generate = at_that_moment  # of a process of its own
@@ -354,12 +353,12 @@ def test_a_run_of_two_ranks_goes_on_with_one(finished, tmp_path):
     """A signal to one of them ends both, saved once; then one rank does a step, then two the rest,
     and log and weights are those of the run that one rank did alone."""
     out = f"--out_dir={tmp_path / 'out'}"
-    codes, printed = Ranks(2, tmp_path, disturbed, (stop, 1, 2, out)).wait()
+    codes, printed = Ranks(2, tmp_path, disturbed, (stop, 1, 4, out)).wait()
     assert codes == [143, 143], printed
     assert printed[0].endswith("after step 2; go on with the same command and --resume=True\n")
     assert "2 ranks share the prompts of each step" in printed[0]
     assert printed[1] == "" and read_checkpoint(tmp_path / "out")["step"] == 2
-    alone = Ranks(1, tmp_path, disturbed, (stop, 0, 1, out, "--resume=True"))
+    alone = Ranks(1, tmp_path, disturbed, (stop, 0, 3, out, "--resume=True"))
     assert alone.wait()[0] == [143] and read_checkpoint(tmp_path / "out")["step"] == 3
     assert Ranks(2, tmp_path, train.main, [[*FAST, out, "--resume=True"]]).wait()[0] == [0, 0]
     check_log(tmp_path / "out", finished[0])
@@ -372,11 +371,21 @@ def test_a_run_of_two_ranks_goes_on_with_one(finished, tmp_path):
         check_log(tmp_path / "other", finished[0])
 
 
+def test_a_signal_in_an_evaluation(finished, tmp_path):
+    """It is dropped on all ranks, also on those that had no signal, and made after a resume."""
+    out = f"--out_dir={tmp_path / 'out'}"
+    codes, printed = Ranks(2, tmp_path, disturbed, (stop, 1, 1, out, "--eval_batch=1")).wait()
+    assert codes == [143, 143] and printed[0].endswith("and --resume=True\n"), printed
+    assert "eval " not in printed[0] and read_checkpoint(tmp_path / "out")["memory"]["evals"] == []
+    assert Ranks(2, tmp_path, train.main, [[*FAST, out, "--resume=True"]]).wait()[0] == [0, 0]
+    check_log(tmp_path / "out", finished[0])
+
+
 def test_a_rank_that_fails_ends_the_run(tmp_path):
     """It alone says why, and the others end wherever they are."""
     began = time.time()
     out = f"--out_dir={tmp_path / 'out'}"
-    codes, printed = Ranks(2, tmp_path, disturbed, (fail, 1, 2, out)).wait()
+    codes, printed = Ranks(2, tmp_path, disturbed, (fail, 1, 4, out)).wait()
     assert codes == [1, 1] and time.time() - began < 30
     assert printed[1].endswith("AssertionError: a mistake of the program's own\n")
     assert printed[1].startswith("Traceback")
@@ -386,7 +395,7 @@ def test_a_rank_that_fails_ends_the_run(tmp_path):
 
 def test_a_rank_that_is_killed_loses_nothing_saved(finished, tmp_path):
     out = f"--out_dir={tmp_path / 'out'}"
-    codes, printed = Ranks(2, tmp_path, disturbed, (kill, 1, 4, out)).wait()
+    codes, printed = Ranks(2, tmp_path, disturbed, (kill, 1, 8, out)).wait()
     assert codes == [1, -signal.SIGKILL]
     last = printed[0].splitlines()[-1]
     assert last.startswith("error: another rank has ended without a word, killed perhaps (")
