@@ -436,7 +436,7 @@ class Run:
     def on_signal(self, number, frame):
         if self.signal and number == getattr(signal, "SIGHUP", None):
             return  # a terminal that is closed sends it twice
-        if self.signal or self.interrupted:
+        if self.signal:
             with suppress(OSError, ValueError):
                 if LAST.stream:
                     os.write(LAST.stream.fileno(), b"\n")

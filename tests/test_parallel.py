@@ -1,4 +1,5 @@
 """support/parallel.py: several ranks do what one does, and end as one."""
+import json
 import os
 import signal
 import subprocess
@@ -437,3 +438,17 @@ def test_torchrun(tmp_path):
     assert read_checkpoint(tmp_path / "out")["step"] == 2
     steps = read_log(tmp_path / "out")[1]
     assert len(steps) == 2 and all(0 <= row["reward"] <= 1 < row["reward_size"] for row in steps)
+
+
+def test_the_kept_logs():
+    """The default run with two ranks and with one, as docs/yours.md tells it."""
+    folder = os.path.join(ROOT, "results", "parallel")
+    one, two = ([json.loads(line) for line in open(os.path.join(folder, f"kv4-{name}.jsonl"))]
+                for name in ("one", "two"))
+    steps = [(a, b) for a, b in zip(one, two, strict=True) if a["kind"] == "step"]
+    assert len(steps) == 40
+    for name in ("reward", "tokens", "equal"):
+        assert all(a[name] == b[name] for a, b in steps)
+    assert all(a["grad_norm"] == pytest.approx(b["grad_norm"], rel=1e-3) for a, b in steps)
+    assert any(a["grad_norm"] != b["grad_norm"] for a, b in steps)  # they are two runs
+    assert [round(log[-1]["eval_compressed"], 3) for log in (one, two)] == [0.604, 0.605]

@@ -234,7 +234,8 @@ def test_commands_and_options_exist(page):
     for file in re.findall(r"python (\w+\.py)", text.replace("level: `python ablate.py`", "")):
         assert os.path.exists(os.path.join(ROOT, file)), file
     own = {"seconds", "runs", "help", "seeds", "first", "jobs", "threads", "out", "keep", "table",
-           "compare", "lean", "update", "stage", "lengths", "layers", "quick", "prompt", "key"}
+           "compare", "lean", "update", "stage", "lengths", "layers", "quick", "prompt", "key",
+           "standalone", "nproc_per_node"}  # the last two of torchrun
     for key in re.findall(r"--(\w+)", text):
         assert key in train.DEFAULTS or key in own, key
     for name in re.findall(r"config/(\w+)\.py", text):
