@@ -218,8 +218,9 @@ def check_same(what, a, b, bound):
 # column -> heading, format
 COLUMNS = dict(
     policies=("policies", "8d"), ms=("ms", "11,.2f"), tokens_s=("tokens/s", "11,.0f"),
-    ratio=("x ours", "8.2f"), step_ms=("ms/step", "9.2f"), rollout_s=("rollout s", "9.3f"), trained=("trained M", "9.2f"),
-    learn_s=("learn s", "9.3f"), share=("of limit", "8.1%"), limit=("limit", "7s"),
+    ratio=("x ours", "8.2f"), step_ms=("ms/step", "9.2f"), rollout_s=("rollout s", "9.3f"),
+    trained=("trained M", "9.2f"), learn_s=("learn s", "9.3f"),
+    share=("of limit", "8.1%"), limit=("limit", "7s"),
     rollout_gb=("rollout GB", "10.3f"), predicted_gb=("predicted", "10.3f"),
     over=("ratio", "7.2f"), learner_gb=("learner GB", "10.3f"), kv_mb=("kept KV MB", "12,.3f"),
     tokens=("tokens", "10,d"), peak_gb=("peak GB", "8.2f"), first_s=("first s", "8.2f"),
@@ -695,8 +696,8 @@ def our_step(name, work, steps, checkpointing, **more):
 
 def lora(report, name, work, steps, rank):
     """A whole training step with LoRA beside all seven matrices of a layer."""
-    table = report.table("one training step, LoRA",
-                         "trained ms ratio rollout_s learn_s peak_gb first_s", model=name, rank=rank,
+    columns = "trained ms ratio rollout_s learn_s peak_gb first_s"
+    table = report.table("one training step, LoRA", columns, model=name, rank=rank,
                          prompts=f"{work.B} x {work.G}", prompt=work.P, new_tokens=work.R,
                          kept=work.budget, checkpointing=True,
                          timed=f"median of {steps} after a first one, wall clock")
@@ -741,7 +742,8 @@ def trl_step(raw, work, steps, dtype, peft=None):
     raw: a config.json as dict; prompts have exactly P tokens, samples exactly R new ones.
     dtype: of the parameters; "float32" is what GRPOTrainer loads by default, computing in
     bf16 autocast on CUDA. It keeps no masters: "bfloat16" also makes the optimizer's state
-    bf16. peft: a LoraConfig, then only its matrices are trained. Raises ImportError without trl, RuntimeError if TRL did other work."""
+    bf16. peft: a LoraConfig, then only its matrices are trained. Raises ImportError without
+    trl, RuntimeError if TRL did other work."""
     try:
         import datasets
         import transformers
