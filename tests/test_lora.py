@@ -370,6 +370,17 @@ def test_said_at_the_start(tmp_path, capsys):
     assert "LoRA of rank 64 on k_proj, v_proj: 0.10M parameters are trained" in said
 
 
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.parametrize("dtype, bound", [("float32", 1e-3), ("bfloat16", 0.2)])
+def test_on_a_gpu(tmp_path, dtype, bound):
+    """The kernels with frozen weights."""
+    out = str(tmp_path / "out")
+    train_here(*LORA, "--device=cuda", f"--dtype={dtype}", f"--out_dir={out}")
+    steps = read_log(out)[1]
+    assert len(steps) == 4 and all(r["grad_norm"] > 0 and r["gap"] <= bound for r in steps)
+    assert all(x.any() for x in read_checkpoint(out)["learner"]["masters"])
+
+
 # memory
 
 def held(net, opt, base=()):
