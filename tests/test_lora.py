@@ -2,6 +2,7 @@
 import json
 import os
 import shutil
+from statistics import fmean
 from types import SimpleNamespace
 
 import kills
@@ -26,7 +27,7 @@ from conftest import (
     toy,
     train_here,
 )
-from experiments import bench
+from experiments import bench, logs
 from grpo import replay
 from model import Transformer
 from rollout import generate
@@ -411,6 +412,21 @@ def test_what_is_held():
     opt = Masters(net, c)
     steps(net, (c, objective, opt), n=1)
     assert held(net, opt) == 3 * weights
+
+
+def test_the_rewards_in_the_docs():
+    """The table of docs/yours.md, from its logs."""
+    found, checked = logs.load(os.path.join(ROOT, "results", "lora")), 0
+    for line in open(os.path.join(ROOT, "docs", "yours.md")):
+        what, *said = (cell.strip() for cell in line.strip("|\n").split("|"))
+        if what in ("all weights", "LoRA, rank 8") and len(said) == 4:
+            rank = "lora_rank=8 " if "LoRA" in what else ""
+            arm = found[f"smd {rank}lr={said[0]}"]
+            for key, mean in (("eval_compressed", said[2]), ("eval_dense", said[3])):
+                values = logs.results(arm, key).values()
+                assert (len(values), f"{fmean(values):.3f}") == (int(said[1]), mean), line
+            checked += 1
+    assert checked == len(found) == 5
 
 
 def test_the_counts_of_a_7b_model():
