@@ -23,6 +23,7 @@ five narrow ones.
 References: Llama 3 (arXiv 2407.21783), Qwen2.5 (2412.15115), Qwen3 (2505.09388), RMSNorm
 (1910.07467), RoPE (2104.09864), SwiGLU (2002.05202).
 """
+import itertools
 import json
 import math
 import os
@@ -37,7 +38,7 @@ from torch.utils.checkpoint import checkpoint
 from fast import fused
 from fast.head import Head, leave_out
 from fast.launch import kernels, widen
-from support.checkpoint import write_text, write_whole
+from support.checkpoint import write_tensors, write_text
 from support.jsonfile import entry, read_json, shown
 
 MLP_ROWS = 2048  # rows of an MLP slice, see in_slices
@@ -443,9 +444,9 @@ class Transformer(nn.Module):
                 x = layer(x, cos, sin, attend, slices=not torch.is_grad_enabled())
         return self.norm(x)
 
-    def tensors(self):
-        """{name in the checkpoint, without the leading "model.": tensor}, detached; parts
-        of the joined matrices are slices of them."""
+    def parts(self):
+        """{name in the checkpoint, without the leading "model.": (parameter, slice of its rows)};
+        q, k, v and gate, up are rows of the joined matrices."""
         c = self.config
         out = {}
         for name, p in self.named_parameters():
@@ -456,11 +457,15 @@ class Transformer(nn.Module):
                 joined, names = "gate_up_proj", ("gate_proj", "up_proj")
                 sizes = [c.mlp_width, c.mlp_width]
             else:
-                out[name] = p.detach()
+                out[name] = p, slice(len(p))
                 continue
-            for part, x in zip(names, p.detach().split(sizes)):
-                out[name.replace(joined, part)] = x
+            for part, size, end in zip(names, sizes, itertools.accumulate(sizes)):
+                out[name.replace(joined, part)] = p, slice(end - size, end)
         return out
+
+    def tensors(self):
+        """The same names, and the tensors under them, detached."""
+        return {name: p.detach()[rows] for name, (p, rows) in self.parts().items()}
 
     @property
     def head(self):
@@ -510,25 +515,13 @@ class Transformer(nn.Module):
         """Write config.json and model.safetensors into folder `path`, as transformers'
         AutoModelForCausalLM reads them. Each file appears whole or not at all. Raises
         OSError."""
-        from safetensors import SafetensorError
-        from safetensors.torch import save_file
         os.makedirs(path, exist_ok=True)
         tensors = {}
         for name, t in self.tensors().items():
             if not name.startswith("lm_head."):
                 name = "model." + name
-            tensors[name] = t.to("cpu", copy=True)
-
-        def write(tmp):
-            try:
-                save_file(tensors, tmp, metadata={"format": "pt"})
-            except SafetensorError as e:
-                raise OSError(e) from None
-            umask = os.umask(0)  # save_file's files are for their owner alone
-            os.umask(umask)
-            os.chmod(tmp, 0o666 & ~umask)
-
-        write_whole(os.path.join(path, "model.safetensors"), write)
+            tensors[name] = t
+        write_tensors(os.path.join(path, "model.safetensors"), tensors)
         raw = {k: v for k, v in self.config.raw.items() if k not in ("dtype", "torch_dtype")}
         # transformers 5 renamed torch_dtype; both readers find theirs
         raw["torch_dtype"] = raw["dtype"] = str(self.dtype).removeprefix("torch.")

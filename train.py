@@ -45,6 +45,7 @@ from support.checkpoint import fingerprint
 from support.configurator import check_ranges, configure, help_if_asked
 from support.dry_run import PHASES, dry_run_of, savings
 from support.jsonfile import parse_object, shown
+from support.lora import LoRA, check_lora, frozen_base, targets_of
 from support.memory import memory_errors, memory_of, saving_if_memory_runs_out
 from support.metrics import Metrics
 from support.optimizer import Masters
@@ -107,9 +108,13 @@ value_coef = 0.1         # ppo: weight of the value loss; 0.05 .. 1
 beta = 0.1               # dpo: strength of the pull to the initial weights; 0.01 .. 1
 micro_rows = 16384       # packed rows per forward pass of the learner; lower it if memory runs out
 checkpointing = False    # keep less for the backward pass, a fifth more time; for long prompts
+# LoRA: small matrices are trained beside the large ones
+lora_rank = 0            # of those matrices; 0: all weights are trained, else 4 .. 64
+lora_alpha = 32.0        # their product is scaled by lora_alpha / lora_rank
+lora_targets = "all"     # beside which: all, qkvo, or names such as q_proj,v_proj,down_proj
 # optimizer: AdamW on fp32 masters
 steps = 40
-lr = 3e-4
+lr = 3e-4                # with LoRA about ten times that of full training
 warmup = 5               # steps of linear warm-up
 beta2 = 0.95
 weight_decay = 0.0
@@ -142,7 +147,7 @@ RANGES = dict(
     response_budget=(0, MANY), temperature=(1e-2, 100), ref_kl=(0, 100), distill=(0, 100),
     clip=(0, 1), clip_high=(0, 100), lr=(1e-12, 1), gamma=(0, 1), lam=(0, 1), value_coef=(0, 100),
     beta=(1e-6, 100), beta2=(0, 0.9999), weight_decay=(0, 1), grad_clip=(1e-6, 1e6),
-    seed=(0, 2**40), shots=(0, 1000))
+    seed=(0, 2**40), shots=(0, 1000), lora_rank=(0, 10**6), lora_alpha=(1e-6, 1e6))
 MAY_CHANGE = {  # on resume; the last three because a run may end for want of memory
     "resume", "overwrite", "dry_run", "tracker", "out_dir", "device", "steps", "eval_every",
     "save_every", "eval_batch", "micro_rows", "checkpointing"}
@@ -206,7 +211,7 @@ def main(argv):
             run.memory["kv"] = rollout.kv
             run.step += 1
         if run.finished and not run.interrupted:
-            finish(run, net)
+            finish(run, net, opt)
             return
     run.leave()
 
@@ -472,8 +477,15 @@ def save(c, run, net, opt):
         parallel.check_equal(opt.masters, "the weights")
         run.save(opt.state())
     if is_best:
-        run.write_model("best", net, best["eval_compressed"])
+        write_models(run, net, opt, names=("best", "adapter-best"), reward=best["eval_compressed"])
     parallel.gather(None)  # it is there for all ranks
+
+
+def write_models(run, net, opt, names, reward):
+    """Write the model and, with LoRA, what it adds to the initial one. names: of their folders."""
+    run.write_model(names[0], net, reward)
+    if run.c.lora_rank:
+        run.write_model(names[1], opt, reward)
 
 
 def check_best(run):
@@ -521,6 +533,7 @@ def settings(argv):
                          "file, or gsm8k:FOLDER")
     check_files(c)
     check_reward(c.reward)
+    check_lora(c, DEFAULTS)
     if not c.out_dir:
         raise ValueError("out_dir is empty")
     check_tracker(c.tracker)
@@ -553,6 +566,8 @@ def setup(argv):
     @functools.cache
     def initial():
         """The model as it was before training, also where a run goes on; frozen."""
+        if c.lora_rank:
+            return frozen_base(net, c)
         return load().requires_grad_(False)
 
     net = load()
@@ -563,7 +578,10 @@ def setup(argv):
     problems = problems_of(c, tok, rule, n_eval=max(c.eval_problems, c.eval_final))
     objective = OBJECTIVES[c.objective](net, c, initial)
     teacher = initial() if c.distill and c.teacher == "initial" else None
-    opt = Masters(net, c, objective.value)
+    if c.lora_rank:
+        opt = LoRA(net, c, objective.value, base=initial())
+    else:
+        opt = Masters(net, c, objective.value)
     if run:
         if run.learner is not None:
             opt.load(run.learner, run.path("ckpt.pt"))
@@ -572,7 +590,7 @@ def setup(argv):
         run.memory = parallel.gather(run.memory)[0]  # rank 0's: it decides when to save
         if callable(rule):
             run.watch("reward", rule.file, rule.fingerprint)
-    introduce(c, folder, net, problems=problems)
+    introduce(c, folder, net, problems=problems, opt=opt)
     if run and run.writes and c.tracker != "none":
         done = run.memory.get("evals", [])[-1:]
         run.tracker = Tracker(run, already=[e for e in done if e["step"] == run.step])
@@ -634,7 +652,8 @@ def identity_of(c, folder):
 
 def needs_initial(c):
     """Whether the model as it was before training is needed throughout."""
-    return c.objective == "dpo" or c.ref_kl > 0 or (c.distill > 0 and c.teacher == "initial")
+    return (c.lora_rank > 0 or c.objective == "dpo" or c.ref_kl > 0
+            or (c.distill > 0 and c.teacher == "initial"))
 
 
 def response_keys(c):
@@ -663,12 +682,13 @@ def check_memory(c, net):
                              f"{there / 1e9:.0f} GB; {key} {most} might fit")
 
 
-def introduce(c, folder, net, problems):
+def introduce(c, folder, net, problems, opt):
     """Print the facts that decide speed and memory."""
     cuda = c.device.startswith("cuda")
     where = torch.cuda.get_device_name() if cuda else f"{torch.get_num_threads()} CPU threads"
     path = "Triton kernel" if cuda else "PyTorch reference"
-    tell(f"torch {torch.__version__}, {where}, {c.dtype} weights, fp32 masters, attention by the "
+    held = "LoRA" if c.lora_rank else "masters"
+    tell(f"torch {torch.__version__}, {where}, {c.dtype} weights, fp32 {held}, attention by the "
           f"{path}")
     per_token = net.config.kv_bytes_per_token(net.dtype)
     if parallel.size() > 1:
@@ -690,7 +710,10 @@ def introduce(c, folder, net, problems):
         tell(note)
     if c.reward != "auto":
         tell(f"reward by {problems.rule}")
-    if needs_initial(c):
+    if c.lora_rank:
+        tell(f"LoRA of rank {c.lora_rank} on {', '.join(targets_of(c))}: {opt.trained / 1e6:.2f}M "
+             "parameters are trained; these matrices are held twice, as loaded and as trained")
+    elif needs_initial(c):
         tell("a frozen copy of the initial model is held beside it")
     # other norms weigh long responses more, corrections weigh tokens: the loss then is not 0
     if (c.objective, c.correction, c.norm, c.ratio_to) == ("grpo", "none", "sequence", "learner"):
@@ -736,11 +759,11 @@ def write_samples(run, problem, texts, rewards):
                    f"--- step {run.step}\n{problem.text}\n{sample(problem, text, x)}")
 
 
-def finish(run, net):
+def finish(run, net, opt):
     """Save the model in Hugging Face format with its tokenizer and say what was reached."""
     evals, best, kv = run.memory["evals"], run.memory["best"], run.memory["kv"]
     first, last = evals[0], evals[-1]
-    run.write_model("model", net, last["eval_compressed"])
+    write_models(run, net, opt, names=("model", "adapter"), reward=last["eval_compressed"])
     tell(f"model saved to {run.path('model')}: step {last['step']}, held-out reward "
          f"{last['eval_compressed']:.3f} with the compressed cache")
     tell(f"best of {len(evals)} evaluations saved to {run.path('best')}: step {best['step']}, "

@@ -318,7 +318,7 @@ def strip(name, path):
     try:
         for file in glob.glob(os.path.join(glob.escape(path), "ckpt*.pt")):
             os.remove(file)
-        for part in ("model", "best"):
+        for part in ("model", "best", "adapter", "adapter-best"):
             weights = os.path.join(path, part)
             if os.path.isdir(weights):
                 shutil.rmtree(weights)

@@ -6,6 +6,7 @@ on the card it stands on.
     python -m experiments.bench decode   # sampling: transformers' generate, dynamic, static cache
     python -m experiments.bench learner  # a group forward and backward: transformers, checkpointing
     python -m experiments.bench step     # a whole training step: TRL's GRPOTrainer
+    python -m experiments.bench lora     # the same with LoRA: all weights, TRL with peft
     python -m experiments.bench memory   # peak against prompt length, the longest prompt that fits
     python -m experiments.bench fit      # a step on a card of 16 or 24 GB: memory is capped
     python -m experiments.bench all      # --quick: tiny shapes (all that a CPU is good for),
@@ -46,6 +47,7 @@ from kvcache import Eviction
 from model import Config, Transformer
 from shadow_attn import group_until, run, shadow_attention
 from support.configurator import Arguments, make_folder
+from support.lora import LoRA, targets_of
 from support.memory import ran_out, release
 from support.optimizer import Masters
 from support.run import one_line_errors, tell, write_text
@@ -78,12 +80,12 @@ class Work:
         return Eviction("snapkv", budget=self.budget, window=WINDOW, sinks=SINKS)
 
 
-def shape(model_type, hidden, layers, heads, kv_heads, head, mlp, vocab, theta):
+def shape(model_type, hidden, layers, heads, kv_heads, head, mlp, vocab, theta, tied=True):
     """config.json of a model; long contexts are allowed, as RoPE needs no table."""
     return dict(model_type=model_type, hidden_size=hidden, num_hidden_layers=layers,
                 num_attention_heads=heads, num_key_value_heads=kv_heads, head_dim=head,
                 intermediate_size=mlp, vocab_size=vocab, rms_norm_eps=1e-6,
-                max_position_embeddings=1 << 20, tie_word_embeddings=True, bos_token_id=None,
+                max_position_embeddings=1 << 20, tie_word_embeddings=tied, bos_token_id=None,
                 eos_token_id=None, rope_parameters=dict(rope_type="default", rope_theta=theta))
 
 
@@ -94,6 +96,8 @@ SHAPES = {
                           vocab=151936, theta=1e6),
     "qwen2.5-1.5b": shape("qwen2", hidden=1536, layers=28, heads=12, kv_heads=2, head=128,
                           mlp=8960, vocab=151936, theta=1e6),
+    "qwen2.5-7b": shape("qwen2", hidden=3584, layers=28, heads=28, kv_heads=4, head=128, mlp=18944,
+                        vocab=152064, theta=1e6, tied=False),
     "tiny": shape("qwen2", hidden=32, layers=2, heads=4, kv_heads=2, head=8, mlp=64, vocab=128,
                   theta=1e4),
 }
@@ -215,7 +219,8 @@ def check_same(what, a, b, bound):
 COLUMNS = dict(
     policies=("policies", "8d"), ms=("ms", "11,.2f"), tokens_s=("tokens/s", "11,.0f"),
     ratio=("x ours", "8.2f"), step_ms=("ms/step", "9.2f"), rollout_s=("rollout s", "9.3f"),
-    learn_s=("learn s", "9.3f"), share=("of limit", "8.1%"), limit=("limit", "7s"),
+    trained=("trained M", "9.2f"), learn_s=("learn s", "9.3f"),
+    share=("of limit", "8.1%"), limit=("limit", "7s"),
     rollout_gb=("rollout GB", "10.3f"), predicted_gb=("predicted", "10.3f"),
     over=("ratio", "7.2f"), learner_gb=("learner GB", "10.3f"), kv_mb=("kept KV MB", "12,.3f"),
     tokens=("tokens", "10,d"), peak_gb=("peak GB", "8.2f"), first_s=("first s", "8.2f"),
@@ -667,7 +672,8 @@ def our_step(name, work, steps, checkpointing, **more):
     c = SimpleNamespace(**train.DEFAULTS | more)
     c.lr, c.checkpointing = 1e-6, checkpointing
     model, ids = ours(name), drawn(name, work.B, work.P)
-    opt, objective = Masters(model, c), grpo.GRPO(model, c, None)
+    opt = LoRA(model, c) if c.lora_rank else Masters(model, c)
+    objective = grpo.GRPO(model, c, None)
     times = []
     for i in range(steps + 1):
         sync()
@@ -685,12 +691,29 @@ def our_step(name, work, steps, checkpointing, **more):
             torch.cuda.reset_peak_memory_stats()
     seconds, rollout_s, learn_s = (statistics.median(x) for x in zip(*times[1:]))
     return dict(ms=1e3 * seconds, rollout_s=rollout_s, learn_s=learn_s, first_s=times[0][0],
-                peak_gb=allocated())
+                peak_gb=allocated(), trained=sum(m.numel() for m in opt.masters) / 1e6)
 
 
-def trl_row(name, work, steps, dtype):
+def lora(report, name, work, steps, rank):
+    """A whole training step with LoRA beside all seven matrices of a layer."""
+    columns = "trained ms ratio rollout_s learn_s peak_gb first_s"
+    table = report.table("one training step, LoRA", columns, model=name, rank=rank,
+                         prompts=f"{work.B} x {work.G}", prompt=work.P, new_tokens=work.R,
+                         kept=work.budget, checkpointing=True,
+                         timed=f"median of {steps} after a first one, wall clock")
+    ask = dict(name=name, work=work, steps=steps)
+    table.add("ours, LoRA", attempt(our_step, checkpointing=True, lora_rank=rank, **ask))
+    release()
+    table.add("TRL with peft, bfloat16", attempt(trl_row, dtype="bfloat16", rank=rank, **ask))
+    release()
+    table.add("ours, all weights", attempt(our_step, checkpointing=True, **ask))
+    release()
+
+
+def trl_row(name, work, steps, dtype, rank=0):
     try:
-        seconds, rollout_s, peak, versions = trl_step(SHAPES[name], work, steps + 1, dtype)
+        seconds, rollout_s, peak, versions = trl_step(SHAPES[name], work, steps + 1, dtype,
+                                                      peft=peft_config(rank))
     except ImportError as e:
         return dict(note=str(e))
     whole, part = statistics.median(seconds[1:]), statistics.median(rollout_s[1:])
@@ -698,7 +721,20 @@ def trl_row(name, work, steps, dtype):
                 peak_gb=peak, versions=versions)
 
 
-def trl_step(raw, work, steps, dtype):
+def peft_config(rank):
+    """What TRL is to hand to peft, None without LoRA. Raises ImportError without peft."""
+    if not rank:
+        return None
+    try:
+        from peft import LoraConfig
+    except ImportError as e:
+        raise ImportError(f"the comparison with peft needs peft (pip install peft): {e}") from None
+    c = SimpleNamespace(**train.DEFAULTS)
+    return LoraConfig(r=rank, lora_alpha=c.lora_alpha, target_modules=targets_of(c),
+                      task_type="CAUSAL_LM")
+
+
+def trl_step(raw, work, steps, dtype, peft=None):
     """TRL's GRPOTrainer on random weights and random prompts: `steps` times one generation
     and one optimizer update. -> seconds of each step, the first of which warms up; the part
     of each in generate; peak GB after the warm-up; versions
@@ -706,7 +742,8 @@ def trl_step(raw, work, steps, dtype):
     raw: a config.json as dict; prompts have exactly P tokens, samples exactly R new ones.
     dtype: of the parameters; "float32" is what GRPOTrainer loads by default, computing in
     bf16 autocast on CUDA. It keeps no masters: "bfloat16" also makes the optimizer's state
-    bf16. Raises ImportError without trl, RuntimeError if TRL did other work."""
+    bf16. peft: a LoraConfig, then only its matrices are trained. Raises ImportError without
+    trl, RuntimeError if TRL did other work."""
     try:
         import datasets
         import transformers
@@ -733,7 +770,8 @@ def trl_step(raw, work, steps, dtype):
         trainer = trl.GRPOTrainer(
             model, reward, trl_config(trl, out_dir, work, steps),
             train_dataset=datasets.Dataset.from_dict(dict(prompt=texts)),
-            processing_class=word_tokenizer(raw["vocab_size"]), callbacks=[step_clock(seconds)])
+            processing_class=word_tokenizer(raw["vocab_size"]), callbacks=[step_clock(seconds)],
+            peft_config=peft)
         trainer.remove_callback(transformers.PrinterCallback)
         trainer.train()
     # updates, generations, tokens by TRL's own count, without padding
@@ -1081,8 +1119,9 @@ def short_attention(module, query, key, value, attention_mask, scaling=None, **_
 
 GROUP = Work(B=1, P=8192, G=8, R=256, budget=1024)
 TINY = Work(B=2, P=64, G=2, R=6, budget=48)
-SMOLLM, SMALL, QWEN = "smollm2-135m", "qwen2.5-0.5b", "qwen2.5-1.5b"
-PARTS = dict(attn=attn, decode=decode, learner=learner, step=step, memory=memory, fit=fit)
+SMOLLM, SMALL, QWEN, LARGE = "smollm2-135m", "qwen2.5-0.5b", "qwen2.5-1.5b", "qwen2.5-7b"
+PARTS = dict(attn=attn, decode=decode, learner=learner, step=step, lora=lora, memory=memory,
+             fit=fit)
 BOTH = ("dynamic", "static")
 REQUESTS = dict(  # part -> arguments of each of its tables
     attn=[dict(nh=16, nkv=8, hs=128, work=GROUP, repeat=10),
@@ -1095,6 +1134,8 @@ REQUESTS = dict(  # part -> arguments of each of its tables
                checkpointing=False),
           dict(name=QWEN, work=Work(B=8, P=8192, G=8, R=256, budget=1024), steps=1,
                checkpointing=True)],
+    lora=[dict(name=name, work=Work(B=4, P=8192, G=8, R=256, budget=1024), steps=1, rank=16)
+          for name in (QWEN, LARGE)],
     memory=[dict(name=QWEN, lengths=[2**i for i in range(10, 17)],
                  sampled=Work(B=8, P=0, G=8, R=64, budget=1024),
                  learnt=Work(B=1, P=0, G=8, R=256, budget=1024))],
@@ -1108,6 +1149,7 @@ QUICK = dict(
     decode=[dict(name="tiny", work=TINY, repeat=1, rivals=BOTH)],
     learner=[dict(name="tiny", work=TINY, repeat=1)],
     step=[dict(name="tiny", work=TINY, steps=1, checkpointing=True)],
+    lora=[dict(name="tiny", work=TINY, steps=1, rank=2)],
     memory=[dict(name="tiny", lengths=[40, 64], sampled=replace(TINY, R=4), learnt=TINY)],
     fit=[dict(name="tiny", work=TINY, gb=1, steps=1)])
 
@@ -1137,7 +1179,7 @@ def arguments(argv=None):
     a = Arguments(prog="bench", description="benchmarks; see the head of this file")
     a.add_argument("part", choices=(*PARTS, "all"),
                    help="attention; sampling; a learner's forward and backward pass; a whole "
-                   "training step; memory; what fits a smaller card")
+                   "training step, with LoRA too; memory; what fits a smaller card")
     a.add_argument("--quick", action="store_true", default=not CUDA,
                    help="tiny shapes, in seconds; always so without CUDA")
     a.add_argument("--shape", choices=list(SHAPES),

@@ -61,6 +61,8 @@ class Norm(torch.autograd.Function):
             g = dy * weight
             mean = (g * n).mean(-1, keepdim=True)  # (..., 1)
             dx = torch.addcmul(g, n, mean, value=-1).mul_(r).to(x.dtype)
+            if not ctx.needs_input_grad[1]:  # a frozen weight
+                return dx, None, None
             dw = (dy * n.to(x.dtype)).reshape(-1, x.shape[-1])  # (N, C)
         return dx, dw.sum(0).to(weight.dtype), None
 

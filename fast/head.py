@@ -85,7 +85,8 @@ class Head(torch.autograd.Function):
     def backward(ctx, grad):
         hidden, weight = ctx.saved_tensors
         grad = grad.to(weight.dtype)  # (n, V)
-        return grad @ weight, grad.t() @ hidden
+        d_weight = grad.t() @ hidden if ctx.needs_input_grad[1] else None
+        return grad @ weight, d_weight
 
 
 def leave_out(logits, absent):
@@ -204,7 +205,9 @@ class HeadRows(torch.autograd.Function):
     def backward(ctx, d_logp, d_kl, d_entropy, d_accept):
         weight, targets, *hidden = ctx.saved_tensors
         d_hidden = [torch.empty_like(h) for h in hidden]
-        d_weight = torch.zeros_like(weight, dtype=d_logp.dtype)  # (V, C) fp32
+        d_weight = None  # of a frozen weight
+        if ctx.needs_input_grad[0]:
+            d_weight = torch.zeros_like(weight, dtype=d_logp.dtype)  # (V, C) fp32
         for rows in chunks(weight, hidden, ctx.teacher):
             logits = [chunk_logits(weight, h, rows, ctx.absent).requires_grad_()
                       for h in hidden]                                    # (chunk, V)
@@ -219,6 +222,9 @@ class HeadRows(torch.autograd.Function):
             for h, d_h, d in zip(hidden, d_hidden, d_logits):
                 d = d.to(weight.dtype)  # (chunk, V), 0 where a token is absent
                 d_h[rows] = d @ weight
-                add_matmul32(d_weight, d.t(), h[rows])
+                if d_weight is not None:
+                    add_matmul32(d_weight, d.t(), h[rows])
             del logits, out, d_logits, d  # gone before the next chunk's
-        return d_weight.to(weight.dtype), None, None, None, None, None, None, *d_hidden
+        if d_weight is not None:
+            d_weight = d_weight.to(weight.dtype)
+        return d_weight, None, None, None, None, None, None, *d_hidden

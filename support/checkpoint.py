@@ -76,6 +76,24 @@ def write_text(path, text):
     write_bytes(path, text.encode())
 
 
+def write_tensors(path, tensors):
+    """{name: tensor} as a safetensors file. Raises OSError."""
+    from safetensors import SafetensorError
+    from safetensors.torch import save_file
+    copies = {name: t.to("cpu", copy=True) for name, t in tensors.items()}  # none shares storage
+
+    def write(tmp):
+        try:
+            save_file(copies, tmp, metadata={"format": "pt"})
+        except SafetensorError as e:
+            raise OSError(e) from None
+        umask = os.umask(0)  # save_file's files are for their owner alone
+        os.umask(umask)
+        os.chmod(tmp, 0o666 & ~umask)
+
+    write_whole(path, write)
+
+
 # checkpoints
 
 TRAILER = b"crc32 %08x\n"

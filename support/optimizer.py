@@ -13,6 +13,11 @@ import torch
 from support.parallel import sum_gradients
 
 
+def adamw(params, c):
+    return torch.optim.AdamW(params, lr=c.lr, betas=(0.9, c.beta2), weight_decay=c.weight_decay,
+                             fused=True)
+
+
 class Masters:
     """The fp32 weights that the optimizer (AdamW) updates; of an fp32 model they are its own
     parameters.
@@ -30,8 +35,7 @@ class Masters:
             self.params += value.parameters()
         self.masters = [p if p.dtype in (torch.float32, torch.float64)  # of tests
                         else p.detach().float().requires_grad_() for p in self.params]
-        self.optimizer = torch.optim.AdamW(self.masters, lr=c.lr, betas=(0.9, c.beta2),
-                                           weight_decay=c.weight_decay, fused=True)
+        self.optimizer = adamw(self.masters, c)
         for p, master in self.copies():
             p.register_post_accumulate_grad_hook(partial(self.collect, master))
 

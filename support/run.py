@@ -1,6 +1,6 @@
 """
 The files of a run: out_dir with its lock, log.jsonl, samples.txt, config.json, ckpt.pt, model/,
-best/ and tensorboard/; what a signal does; and what a run prints.
+best/, adapter/, adapter-best/ and tensorboard/; what a signal does; and what a run prints.
 
 The idea. A folder belongs to one run and one process; of several ranks (support/parallel.py) only
 rank 0 writes and prints. A checkpoint knows how long log and samples were when it was written, and
@@ -38,7 +38,8 @@ HELD = {}  # out_dir -> its file descriptor, open until this process ends
 GROWING = ("log.jsonl", "samples.txt")
 FILES = ("ckpt.pt", "ckpt-previous.pt", *GROWING, "config.json")
 MODELS = ("model", "best")
-FOLDERS = (*MODELS, "tensorboard")
+ADAPTERS = ("adapter", "adapter-best")  # of LoRA: what was added to make model/ and best/
+FOLDERS = (*MODELS, *ADAPTERS, "tensorboard")
 LIST = "run.json"  # in FOLDERS: the step of the model, its reward, the names of the run's files
 LAYOUT = dict(step=int, memory=dict, learner=dict, config=dict, identity=dict, sizes=dict)
 SIGNALS = [getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGHUP")
@@ -321,8 +322,10 @@ class Run:
                 raise ValueError(f"{key} {getattr(self.c, key)!r} is where this run would save its "
                                  "own: choose another --out_dir")
 
-    def of_a_model(self):
-        """Names of the files that write_model writes, the list of them last."""
+    def files_of(self, folder):
+        """Names of the files that write_model writes to a folder, the list of them last."""
+        if folder in ADAPTERS:
+            return ["adapter_config.json", "adapter_model.safetensors", LIST]
         return ["config.json", "model.safetensors", *self.beside, LIST]
 
     def files(self):
@@ -343,7 +346,7 @@ class Run:
                 for file in read_list(self.path(folder))[1]}.union(FILES)
         for name in there:
             folder, file = os.path.split(name)
-            if ours and folder and file not in self.of_a_model():
+            if ours and folder and file not in self.files_of(folder):
                 continue  # an old run's, or somebody's own, which stays
             if not ours or name not in made or os.path.islink(self.path(name)):
                 raise ValueError(f"out_dir {out_dir!r} holds {name}, which no run of this program "
@@ -536,20 +539,21 @@ class Run:
             raise
 
     def write_model(self, name, net, reward):
-        """Write net to the folder out_dir/name in Hugging Face format, with what stood beside the
-        weights where it came from. The list of the files names them before the first is written,
-        and a step, which says that all are there, after the last."""
+        """Write net to the folder out_dir/name in Hugging Face format, a model with what stood
+        beside the weights where it came from. The list of the files names them before the first is
+        written, and a step, which says that all are there, after the last."""
         if not self.writes:
             return
         self.check_own()
         folder = self.path(name)
         os.makedirs(folder, exist_ok=True)
-        files, before = self.of_a_model(), read_list(folder)[1]
+        files, before = self.files_of(name), read_list(folder)[1]
         stale = [file for file in before if file not in files]
         self.write_list(folder, step=None, reward=None, files=[*stale, *files])
         net.save_pretrained(folder)
         for file, data in self.beside.items():
-            write_bytes(os.path.join(folder, file), data)
+            if file in files:
+                write_bytes(os.path.join(folder, file), data)
         for file in stale:
             remove(os.path.join(folder, file))
         self.write_list(folder, step=self.step, reward=reward, files=files)

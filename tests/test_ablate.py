@@ -72,7 +72,7 @@ if name == "naive.py" and o["seed"] == "1" and not os.path.exists(os.path.join(o
     sys.exit("error: the update is not finite")
 with open(inside("log.jsonl"), "w") as f:
     f.writelines(json.dumps(r) + "\\n" for r in made(int(o["steps"]), int(o["seed"])))
-for name in ("model", "best"):
+for name in ("model", "best", "adapter"):
     os.makedirs(inside(name), exist_ok=True)
     with open(os.path.join(inside(name), "run.json"), "w") as f:
         json.dump(dict(step=int(o["steps"]), files=["run.json"]), f)
@@ -288,7 +288,7 @@ def test_lean_runs_keep_their_logs_alone(fake):
     """The weights of a run that ended go; one that failed keeps what it has."""
     out, run = fake
     assert run("--seeds=1")[0] == 0
-    whole = {"ckpt.pt", "ckpt-previous.pt", "model", "best"}
+    whole = {"ckpt.pt", "ckpt-previous.pt", "model", "best", "adapter"}
     small = {"config.json", "log.jsonl", "train.log"}
     assert set(os.listdir(out / "shadow" / "0")) == whole | small  # control
     code, calls = run("--seeds=2", "--lean=True")

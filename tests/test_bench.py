@@ -155,6 +155,23 @@ def test_step_rows(results):
             assert "pip install trl" in r[name]["note"] and "ms" not in r[name]
 
 
+def test_lora_rows(results):
+    r = rows(results["lora"])
+    assert list(r) == ["ours, LoRA", "TRL with peft, bfloat16", "ours, all weights"]
+    # rank 2 beside q 32x32, k and v 32x16, o 32x32, gate, up, down 32x64, in two layers; norms,
+    # biases and the embedding too
+    lora = 2 * 2 * (2 * 64 + 2 * 48 + 3 * 96)
+    every = sum(p.numel() for p in bench.ours("tiny").parameters())
+    assert [r[name].get("trained") for name in r] == [lora / 1e6, None, every / 1e6]
+    assert r["ours, LoRA"]["ms"] > 0 and r["ours, LoRA"]["learn_s"] > 0
+    try:
+        import datasets  # noqa: F401
+        import peft  # noqa: F401
+        import trl  # noqa: F401
+    except ImportError:
+        assert "pip install" in r["TRL with peft, bfloat16"]["note"]
+
+
 def test_fit_stops_at_the_first_that_fits(results, monkeypatch):
     assert list(rows(results["fit"])) == ["defaults"]  # all fits where memory has no cap
     asked = []
