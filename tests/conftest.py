@@ -126,7 +126,8 @@ def learner(net, initial=None, **changes):
     from."""
     c = train.settings([f"--{key}={value}" for key, value in changes.items()])
     objective = train.OBJECTIVES[c.objective](net, c, lambda: initial)
-    return c, objective, train.Masters(net, c, objective.value)
+    made = train.LoRA if c.lora_rank else train.Masters
+    return c, objective, made(net, c, objective.value)
 
 
 def some_rewards(*shape):

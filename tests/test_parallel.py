@@ -43,7 +43,8 @@ CASES = dict(
     ppo=dict(objective="ppo", updates=2, lam=0.95),
     dpo=dict(objective="dpo", updates=2),
     one_pair=dict(objective="dpo"),
-    no_pair=dict(objective="dpo"))
+    no_pair=dict(objective="dpo"),
+    lora=dict(lora_rank=4, updates=2))
 
 
 # what a rank samples
