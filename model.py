@@ -39,6 +39,7 @@ from fast.head import Head, leave_out
 from fast.launch import kernels, widen
 from support.checkpoint import write_text, write_whole
 from support.jsonfile import entry, read_json, shown
+from support.run import is_of_a_run
 
 MLP_ROWS = 2048  # rows of an MLP slice, see in_slices
 CHECKPOINT = dict(use_reentrant=False, preserve_rng_state=False)  # no random numbers are drawn here
@@ -543,6 +544,11 @@ def find_checkpoint(path):
     folder = os.path.expanduser(path)
     if os.path.exists(folder) and not os.path.isdir(folder):
         raise FileNotFoundError(f"{folder} is a file: name the folder that holds config.json")
+    if is_of_a_run(os.path.join(folder, "config.json")):
+        raise FileNotFoundError(f"{folder} is a run's folder: say --model={folder}/model or "
+                                f"{folder}/best")
+    if not os.path.isdir(folder) and (path.startswith(("/", ".", "~")) or path.count("/") > 1):
+        raise FileNotFoundError(f"{shown(path)}: no such folder")
     if not os.path.isdir(folder):
         from huggingface_hub import snapshot_download
         try:
