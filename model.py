@@ -541,13 +541,14 @@ class Transformer(nn.Module):
 def find_checkpoint(path):
     """A local folder as it is; otherwise download the hub repository of that name. -> folder.
     Raises FileNotFoundError."""
-    folder = os.path.expanduser(path)
+    folder = os.path.expanduser(str(path))
     if os.path.exists(folder) and not os.path.isdir(folder):
         raise FileNotFoundError(f"{folder} is a file: name the folder that holds config.json")
     if is_of_a_run(os.path.join(folder, "config.json")):
         raise FileNotFoundError(f"{folder} is a run's folder: say --model={folder}/model or "
                                 f"{folder}/best")
-    if not os.path.isdir(folder) and (path.startswith(("/", ".", "~")) or path.count("/") > 1):
+    is_path = folder.startswith(("/", ".", "~")) or folder.count("/") > 1
+    if not os.path.isdir(folder) and is_path:
         raise FileNotFoundError(f"{shown(path)}: no such folder")
     if not os.path.isdir(folder):
         from huggingface_hub import snapshot_download

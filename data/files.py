@@ -261,11 +261,11 @@ def plain(value):
 # splits
 
 def split_file(problems, hold_out=HOLD_OUT, name="problems", also=""):
-    """{"train": ..., "eval": ...}: every `hold_out`-th problem of file `name` is held out. also: what
-    else to say where they are too few."""
+    """{"train": ..., "eval": ...}: every `hold_out`-th problem of file `name` is held out. also:
+    what else to say where they are too few."""
     if len(problems) < hold_out:
-        raise ValueError(f"{name}: {len(problems)} problems are too few: every {hold_out}th is held "
-                         f"out; at least {hold_out}, or --eval_task=FILE{also}")
+        raise ValueError(f"{name}: {len(problems)} problems are too few: every {hold_out}th is "
+                         f"held out; at least {hold_out}, or --eval_task=FILE{also}")
     return {"train": [p for i, p in enumerate(problems) if i % hold_out],
             "eval": list(problems[::hold_out])}
 

@@ -351,8 +351,9 @@ class Problems:
     template. skip_long: leave out what is longer than `tokens`. eval_task: a .jsonl file of the
     held-out problems. shots: how many problems come first as examples, in every prompt. raw_text:
     no chat template. rule: a name, auto or in RULES, or a function of one's own. notes: lines that
-    a user should read. longest: tokens of the longest prompt, of a generated task at most. Raises ValueError, naming the problem, for a prompt that is empty or too
-    long, or an answer that no text can match."""
+    a user should read. longest: tokens of the longest prompt, of a generated task at most. Raises
+    ValueError, naming the problem, for a prompt that is empty or too long, or an answer that no
+    text can match."""
 
     def __init__(self, task, tok, seed, tokens, n_eval, template=None, skip_long=False,
                  eval_task="", shots=0, raw_text=False, rule="auto"):
@@ -411,8 +412,8 @@ class Problems:
         left = [size for size in lengths if size <= self.tokens]
         if len(left) == len(lengths):
             return lengths
-        what = (f"{self.task}: {len(lengths) - len(left)} of {len(lengths)} prompts are longer than "
-                f"prompt_tokens={self.tokens}, the longest has {max(lengths)} tokens")
+        what = (f"{self.task}: {len(lengths) - len(left)} of {len(lengths)} prompts are longer "
+                f"than prompt_tokens={self.tokens}, the longest has {max(lengths)} tokens")
         if not skip_long:
             raise ValueError(f"{what}: raise prompt_tokens, or leave them out with "
                              "--skip_long=True")

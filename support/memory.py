@@ -216,7 +216,8 @@ def gigabytes(n):
 
 
 def tell_row(name, costs, before=None):
-    """Peak over the phases in costs, its difference to `before`, if it is no help, seconds of all."""
+    """Peak over the phases in costs, its difference to `before`, seconds of all; "no help" where it
+    is no lower."""
     worst, change, verdict = highest(costs), "", ""
     said, peak = gigabytes(costs[worst].peak), costs[worst].peak
     if not costs[worst].fits:

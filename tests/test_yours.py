@@ -81,7 +81,7 @@ def prepare(folder):
 
 def worked_problem(i):
     """About as long as one of GSM8K, whose median question has 42 words and its answer 47 in three
-    steps; the longest have 183 and 216 in nine, one of ten here 137 and 101. In words that the
+    steps; the longest have 183 and 216 in nine, one of ten here 117 and 101. In words that the
     embedded tokenizer knows: it would need twice the tokens of others."""
     steps, long = 3, i % 10 == 9
     if long:
@@ -92,7 +92,7 @@ def worked_problem(i):
         story.append(f"On Sunday {n} coins stayed at the market until evening.")
         work.append(f"After the storm the bus was closed and {before}+{n}="
                     f"<<{before}+{n}={coins}>>{coins} coins stayed.")
-        if long:
+        if long and n % 2:
             story.append("The winter was mild.")
     question = f"In the spring {i} coins stayed. {' '.join(story)} How many coins at last?"
     return dict(question=question, answer="\n".join([*work, f"#### {coins}"]))
@@ -137,6 +137,13 @@ def test_a_line_that_is_not_printed_is_found():
     assert not missing("step 0 | reward ... s\nmine.jsonl: ... [held] out", printed)
     assert missing("step 0 | reward\nmine", printed) == ["step 0 | reward", "mine"]
     assert missing("mine.jsonl: 21 ...", printed) == ["mine.jsonl: 21 ..."]
+
+
+def test_problems_as_long_as_real_ones_need_the_tokens_that_the_page_names(tmp_path):
+    """Control of the command for GSM8K."""
+    prepare(tmp_path)
+    code, text = run(tmp_path, "python train.py config/gsm8k.py --task=gsm8k:gsm8k --shots=2")
+    assert code == 1 and "are longer than prompt_tokens=320" in text
 
 
 def test_a_command_that_fails_is_found(tmp_path):
