@@ -5,12 +5,12 @@ Text from a prompt on the command line, sampled under a compressed cache.
         --prompt=$'The code for pin is 4817.\nRepeat each word with its code: pin.'
     python -m experiments.generate --prompt="..." --model=Qwen/Qwen2.5-0.5B-Instruct --budget=64
 
-The prompt goes through the checkpoint's chat template if it has one, unless --raw_text=True. A
-model that a run of train.py saved (--model=out/model, out/best) keeps what that run kept, with its
---template and --raw_text, unless said otherwise; the first line tells. Greedy unless --temperature
-is above 0; --group samples share one compressed prompt cache. The last line says how many of the
-prompt's keys were kept and how many bytes the cache holds; --evict=none generates from the dense
-cache, to compare.
+The prompt goes through the checkpoint's chat template if it has one, unless --raw_text=True, behind
+a message of the system if --system=TEXT says one. A model that a run of train.py saved
+(--model=out/model, out/best) keeps what that run kept, with its --template and --raw_text, unless
+said otherwise; the first line tells. Greedy unless --temperature is above 0; --group samples share
+one compressed prompt cache. The last line says how many of the prompt's keys were kept and how many
+bytes the cache holds; --evict=none generates from the dense cache, to compare.
 
 Left out on purpose: conversations, streaming.
 """
