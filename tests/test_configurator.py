@@ -222,6 +222,15 @@ def test_generate_prints_the_answer(capsys):
     assert "4817" not in answer and facts.startswith("[22 prompt tokens, 12 kept")
 
 
+def test_generate_names_the_models_of_a_run(finished):
+    """Control: the model of one of them answers."""
+    out = finished[0]
+    with pytest.raises(SystemExit, match=f"^error: {out} is a run's folder: say --model={out}/model "
+                       f"or {out}/best$"):
+        generate.main(["--prompt=x", "--device=cpu", f"--model={out}"])
+    generate.main(["--prompt=x", "--device=cpu", f"--model={out}/best", "--max_new_tokens=1"])
+
+
 def test_generate_hands_arguments_to_the_template(tmp_path, capsys):
     folder = tmp_path / "model"
     shutil.copytree(os.path.join(ROOT, "data", "tiny"), folder)
