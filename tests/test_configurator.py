@@ -225,8 +225,8 @@ def test_generate_prints_the_answer(capsys):
 def test_generate_names_the_models_of_a_run(finished):
     """Control: the model of one of them answers."""
     out = finished[0]
-    with pytest.raises(SystemExit, match=f"^error: {out} is a run's folder: say --model={out}/model "
-                       f"or {out}/best$"):
+    with pytest.raises(SystemExit, match=f"^error: {out} is a run's folder: say "
+                       f"--model={out}/model or {out}/best$"):
         generate.main(["--prompt=x", "--device=cpu", f"--model={out}"])
     generate.main(["--prompt=x", "--device=cpu", f"--model={out}/best", "--max_new_tokens=1"])
 

@@ -125,7 +125,7 @@ def test_nothing_is_evicted(tmp_path, capsys):
                               for i in range(20)))
 
     def said(*ask):
-        train_here("--dry_run=True", f"--task={file}", "--max_new_tokens=17", *ask)
+        train.setup([*FAST, "--dry_run=True", f"--task={file}", "--max_new_tokens=17", *ask])
         lines = capsys.readouterr().out.splitlines()
         return [line for line in lines if line.startswith("nothing is evicted: ")]
 
