@@ -77,6 +77,17 @@ class Eviction:
         """Keys per KV head of a layer, on average over its heads."""
         return SPREAD[self.spread](self, layer, n_layer)
 
+    def evicts(self, P, R, n_layer):
+        """Can any key of a prompt of P tokens, or of a response of R, be dropped before a token
+        that would see it?"""
+        if self.method == "none":
+            return False
+        if any(P > self.budget_of(layer, n_layer) for layer in range(n_layer)):
+            return True
+        # the last choice that counts is made before the last but one response token is fed
+        last = (R - 2) // self.period * self.period
+        return self.response_budget is not None and last > self.response_budget
+
     def slots(self, layer, n_layer, P):
         """Slots per KV head that a prompt of P tokens takes in a layer."""
         budget = self.budget_of(layer, n_layer)

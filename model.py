@@ -40,6 +40,7 @@ from fast.head import Head, leave_out
 from fast.launch import kernels, widen
 from support.checkpoint import write_tensors, write_text
 from support.jsonfile import entry, read_json, shown
+from support.run import is_of_a_run
 
 MLP_ROWS = 2048  # rows of an MLP slice, see in_slices
 CHECKPOINT = dict(use_reentrant=False, preserve_rng_state=False)  # no random numbers are drawn here
@@ -533,9 +534,15 @@ class Transformer(nn.Module):
 def find_checkpoint(path):
     """A local folder as it is; otherwise download the hub repository of that name. -> folder.
     Raises FileNotFoundError."""
-    folder = os.path.expanduser(path)
+    folder = os.path.expanduser(str(path))
     if os.path.exists(folder) and not os.path.isdir(folder):
         raise FileNotFoundError(f"{folder} is a file: name the folder that holds config.json")
+    if is_of_a_run(os.path.join(folder, "config.json")):
+        raise FileNotFoundError(f"{folder} is a run's folder: say --model={folder}/model or "
+                                f"{folder}/best")
+    is_path = folder.startswith(("/", ".", "~")) or folder.count("/") > 1
+    if not os.path.isdir(folder) and is_path:
+        raise FileNotFoundError(f"{shown(path)}: no such folder")
     if not os.path.isdir(folder):
         from huggingface_hub import snapshot_download
         try:

@@ -207,7 +207,7 @@ def main(argv):
             run.log("step", log)
             progress(show(log), end=f"eta {run.minutes_left():.1f} min")
             if run.step % c.save_every == 0 or run.step == c.steps - 1:
-                write_samples(run, batch[0], decode(tok, rollout)[0], rewards[0].tolist())
+                write_samples(run, tok, batch[0], rollout=rollout, rewards=rewards)
             run.memory["kv"] = rollout.kv
             run.step += 1
         if run.finished and not run.interrupted:
@@ -451,8 +451,10 @@ def evaluate_both(c, run, net, tok, problems):
         lines = "".join(sample(*response) for response in found["samples"])
         run.append("samples.txt", f"--- eval {run.step}, {name} cache\n{lines}")
     run.log("eval", dict(e, texts=side_by_side(sparse["samples"], dense["samples"])))
+    named = "".join(f"{name} {x:.3f}, " for name, x in e.items()
+                    if name.startswith(("eval_compressed_", "eval_dense_")))
     tell(f"eval {run.step:4d} | held-out reward ({n} problems), greedy: "
-         f"compressed cache {e['eval_compressed']:.3f}, dense cache {e['eval_dense']:.3f}, "
+         f"compressed cache {e['eval_compressed']:.3f}, dense cache {e['eval_dense']:.3f}, {named}"
          f"accept {e['eval_accept']:.3f} p05 {e['eval_accept_p05']:.3f}")
 
 
@@ -528,6 +530,8 @@ def settings(argv):
     objective = OBJECTIVES[c.objective]
     if hasattr(objective, "check"):
         objective.check(c)
+    if c.task not in TASKS and not is_file(c.task) and (os.path.exists(c.task) or "." in c.task):
+        raise ValueError(f"task {shown(c.task)}: a file must end in .jsonl")
     if c.task not in TASKS and not is_file(c.task):
         raise ValueError(f"unknown task {shown(c.task)}: one of {', '.join(TASKS)}, a .jsonl "
                          "file, or gsm8k:FOLDER")
@@ -708,6 +712,10 @@ def introduce(c, folder, net, problems, opt):
           f"bytes, {dense:,} if each kept all keys")
     for note in problems.notes:
         tell(note)
+    e = eviction_of(c)
+    if c.evict != "none" and not e.evicts(problems.longest, c.max_new_tokens, n_layer=L):
+        tell(f"nothing is evicted: the longest prompt has {problems.longest} tokens, budget is "
+             f"{c.budget}")
     if c.reward != "auto":
         tell(f"reward by {problems.rule}")
     if c.lora_rank:
@@ -752,11 +760,12 @@ def sample(problem, text, x):
     return f">>> {text!r} (answer {problem.answer}) reward {x:.2f}\n"
 
 
-def write_samples(run, problem, texts, rewards):
-    """Two responses to one problem."""
-    for text, x in list(zip(texts, rewards))[:2]:
-        run.append("samples.txt",
-                   f"--- step {run.step}\n{problem.text}\n{sample(problem, text, x)}")
+def write_samples(run, tok, problem, rollout, rewards):
+    """Two responses to the first problem of a rollout, behind the prompt as the model got it."""
+    prompt = tok.decode(rollout.prompts[0])
+    texts, = decode(tok, rollout.select([0]))
+    for text, x in list(zip(texts, rewards[0].tolist()))[:2]:
+        run.append("samples.txt", f"--- step {run.step}\n{prompt}\n{sample(problem, text, x)}")
 
 
 def finish(run, net, opt):

@@ -92,7 +92,10 @@ def read_splits(paths, shots, notes, **how):
     notes: lines that a user should read. how: see read_problems."""
     train, *held_out = paths
     if not held_out:
-        splits = split_file(read_problems(train, notes, **how), name=train)
+        repeats = []
+        problems = read_problems(train, repeats, **how)
+        splits = split_file(problems, name=train, also="".join(f" ({note})" for note in repeats))
+        notes += repeats
     else:
         every, held = (read_problems(path, notes, **how) for path in paths)
         known = {key(p) for p in held}
@@ -165,8 +168,9 @@ def lines_of(path):
                 raise ValueError(f"{path}:{i} has more than {LONGEST_LINE:,} bytes")
             try:
                 text = line.decode("utf-8-sig" if i == 1 else "utf-8")
-            except UnicodeDecodeError:
-                raise ValueError(f"{path}:{i} is not JSON in UTF-8") from None
+            except UnicodeDecodeError as e:
+                raise ValueError(f"{path}:{i} is not text in UTF-8: {e.reason}, byte "
+                                 f"{e.start + 1}") from None
             if text.strip():
                 yield i, text
 
@@ -174,11 +178,12 @@ def lines_of(path):
 def read_line(line, rule="auto", where=""):
     """One line of a file -> Problem"""
     def refuse(constant):
-        raise ValueError(constant)
+        raise ValueError(f"{constant} is no number")
 
     try:
         # a number stays what is written: 0.00001 does not become 1e-05
-        row = json.loads(line, parse_float=Decimal, parse_int=Decimal, parse_constant=refuse)
+        row = json.loads(line.rstrip(), parse_float=Decimal, parse_int=Decimal,
+                         parse_constant=refuse)
         text, messages, answer = None, None, None
         if isinstance(row, dict):
             text, messages = row.get("prompt", row.get("question")), row.get("messages")
@@ -186,8 +191,12 @@ def read_line(line, rule="auto", where=""):
         if isinstance(answer, Decimal):
             answer = f"{answer:f}" if abs(answer.adjusted()) < 100 else str(answer)
         row = plain(row)
-    except (ValueError, RecursionError, InvalidOperation):
-        raise ValueError("is not JSON in UTF-8") from None
+    except json.JSONDecodeError as e:
+        raise ValueError(f"is not JSON: {e.msg}, column {e.colno}") from None
+    except (ValueError, RecursionError) as e:
+        raise ValueError(f"is not JSON: {e!s:.100}") from None
+    except InvalidOperation:
+        raise ValueError("is not JSON: a number is out of range") from None
     if messages is not None:
         if text is not None:
             raise ValueError('has "messages" and a "prompt" (or "question"): which one counts?')
@@ -200,8 +209,7 @@ def read_line(line, rule="auto", where=""):
         answer = "" if answer is None else json.dumps(row["answer"])
     if (not isinstance(text, str) or not text.strip() or not isinstance(answer, str)
             or not (answer or own)):
-        raise ValueError('needs a non-empty "prompt" (or "question"), text, or "messages", and '
-                         '"answer", text or a number')
+        raise ValueError(missing(row, own))
     said = text + answer + "".join(turn["content"] for turn in messages or [])
     if re.search("[\ud800-\udfff]", said):
         raise ValueError("has half a surrogate pair, which is no character")
@@ -209,6 +217,16 @@ def read_line(line, rule="auto", where=""):
         by = "" if rule == "auto" else f" by reward={rule}"
         raise ValueError(f"has the answer {answer[:80]!r}, which no text can match{by}")
     return Problem("file", text, answer, messages=messages, row=row, rule=rule, where=where)
+
+
+def missing(row, own):
+    """What a line's object needs, answers aside for a function of one's own, and what it has."""
+    needs = 'needs a non-empty "prompt" (or "question"), text, or "messages"'
+    if not own:
+        needs += ', and "answer", text or a number'
+    if not isinstance(row, dict):
+        return f"{needs}: must be an object"
+    return f"{needs}; it has {', '.join(map(shown, row)) or 'nothing':.300}"
 
 
 def check_messages(messages):
@@ -242,10 +260,12 @@ def plain(value):
 
 # splits
 
-def split_file(problems, hold_out=HOLD_OUT, name="problems"):
-    """{"train": ..., "eval": ...}: every `hold_out`-th problem of file `name` is held out."""
+def split_file(problems, hold_out=HOLD_OUT, name="problems", also=""):
+    """{"train": ..., "eval": ...}: every `hold_out`-th problem of file `name` is held out. also:
+    what else to say where they are too few."""
     if len(problems) < hold_out:
-        raise ValueError(f"{name}: {len(problems)} are too few: every {hold_out}th is held out")
+        raise ValueError(f"{name}: {len(problems)} problems are too few: every {hold_out}th is "
+                         f"held out; at least {hold_out}, or --eval_task=FILE{also}")
     return {"train": [p for i, p in enumerate(problems) if i % hold_out],
             "eval": list(problems[::hold_out])}
 

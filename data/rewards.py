@@ -22,8 +22,6 @@ import sysconfig
 import traceback
 from numbers import Real
 
-import numpy as np
-
 from data.answers import RULES, after_thought, exact, is_number, last_number
 from support.checkpoint import fingerprint
 from support.jsonfile import shown
@@ -57,9 +55,21 @@ def earns(name, gold, answer):
 
 def check_reward(name):
     """Raise ValueError for a setting `reward` that is neither auto, a rule nor module:function."""
-    if name not in ("auto", *RULES) and not OWN.fullmatch(name):
+    if name in ("auto", *RULES):
+        return
+    hint = meant(name)
+    if not OWN.fullmatch(name) or hint not in ("", name):
         raise ValueError(f"unknown reward {shown(name)}: one of auto, {', '.join(RULES)}, or "
-                         "module:function")
+                         "module:function" + (f"; did you mean {hint}?" if hint else ""))
+
+
+def meant(name):
+    """module:function for the name of a file that is there: mine.py:score, mine.score, mine; else
+    ""."""
+    found = re.fullmatch(r"([\w./]+?)(?:\.py)?(?:[.:](\w+))?", name)
+    if not found or not os.path.isfile(found[1].replace(".", "/") + ".py"):
+        return ""
+    return f"{found[1].replace('/', '.')}:{found[2] or 'FUNCTION'}"
 
 
 def find_reward(name):
@@ -144,7 +154,7 @@ def named_numbers(returned):
 
 
 def number(x, what=""):
-    if isinstance(x, np.generic):  # numpy's bool and the like
+    if getattr(x, "ndim", None) == 0:  # of numpy, its bool too, or torch
         x = x.item()
     if not isinstance(x, Real) or not abs(x) <= LARGEST:
         raise RewardError(f"{what}must be a finite number, got {x!r:.80}")

@@ -32,6 +32,7 @@ import itertools
 import math
 import random
 from dataclasses import replace
+from statistics import median_high
 
 from data.answers import RULES, after_thought, in_form, is_number, last_number, only_number
 from data.files import HOLD_OUT, Problem, file_problem, files_of, is_file, read_splits
@@ -211,7 +212,7 @@ def fit(size, tokens, what):
     of calls. StopIteration out of `size` means that n is more than there is."""
     low, used = 0, size(0)
     if used > tokens:
-        raise ValueError(f"{what} needs at least {used} tokens, got tokens={tokens}")
+        raise ValueError(f"{what} needs at least {used} tokens, got prompt_tokens={tokens}")
     high, slope = math.inf, 10.0  # high: the smallest n known not to fit
     while high - low > 1:
         n = min(low + max(1, int((tokens - used) / slope)), high - 1)
@@ -318,10 +319,13 @@ def judge(batch, texts, split, first, tokens=None):
                 else:
                     found = named_numbers(reward(problem, text))
             except (Exception, SystemExit) as e:  # whatever somebody's own rule may raise
+                has = ""
+                if callable(problem.rule) and isinstance(e, KeyError):
+                    has = f"; the row has {', '.join(problem.row):.300}"
                 question = shown(problem.text.splitlines()[-1])
                 where = f"{split} problem {first + b} {problem.where}".strip()
                 raise RewardError(f"the reward of {where} ({question}, response {shown(text)}) "
-                                  f"{explain(e)}") from None
+                                  f"{explain(e)}{has}") from None
             rewards[b].append(found.pop("reward"))
             for name, x in found.items():
                 parts.setdefault(name, []).append(x)
@@ -347,13 +351,14 @@ class Problems:
     template. skip_long: leave out what is longer than `tokens`. eval_task: a .jsonl file of the
     held-out problems. shots: how many problems come first as examples, in every prompt. raw_text:
     no chat template. rule: a name, auto or in RULES, or a function of one's own. notes: lines that
-    a user should read. Raises ValueError, naming the problem, for a prompt that is empty or too
-    long, or an answer that no text can match."""
+    a user should read. longest: tokens of the longest prompt, of a generated task at most. Raises
+    ValueError, naming the problem, for a prompt that is empty or too long, or an answer that no
+    text can match."""
 
     def __init__(self, task, tok, seed, tokens, n_eval, template=None, skip_long=False,
                  eval_task="", shots=0, raw_text=False, rule="auto"):
         self.task, self.seed, self.tokens, self.n_eval = task, seed, tokens, n_eval
-        self.rule, self.notes = rule, list(tok.notes)
+        self.rule, self.notes, self.longest = rule, list(tok.notes), tokens
         self.file, examples = None, []
         if is_file(task):
             no_chat = ""
@@ -364,24 +369,30 @@ class Problems:
         self.encode = prompt_encoder(tok, template, examples, raw=raw_text)
         self.thinks = opens_thought(tok, self.encode)
         if self.file:
-            self._check_lengths(skip_long)
+            lengths = self._check_lengths(skip_long)
+            self.longest = max(lengths)
             self.n_eval = min(n_eval, len(self.file["eval"]))
-            self._describe(paths, examples, wanted=n_eval)
+            self._describe(paths, examples, wanted=n_eval, median=median_high(lengths))
         for split in ("eval", "train"):
             (p,), _ = self.get(split, [0])
             if rule in RULES and not earns(rule, p.answer, p.answer):
                 raise ValueError(f"task {task} has answers like {p.answer!r:.80}, which no text "
                                  f"can match by reward={rule}")
 
-    def _describe(self, paths, examples, wanted):
+    def _describe(self, paths, examples, wanted, median):
         """Notes on what the files hold."""
         train, n = len(self.file["train"]), len(self.file["eval"])
+        lengths = f"median prompt {median} tokens, longest {self.longest}"
         if len(paths) == 1:
             self.notes.append(f"{self.task}: {train} problems to train on, {n} held out (every "
-                              f"{HOLD_OUT}th), {wanted} wanted")
+                              f"{HOLD_OUT}th), {wanted} wanted; {lengths}")
         else:
             self.notes.append(f"{self.task}: {train} problems to train on; {paths[1]}: {n} held "
-                              f"out, {wanted} wanted")
+                              f"out, {wanted} wanted; {lengths}")
+        for p in examples:
+            if isinstance(self.rule, str) and (x := reward(p, p.worked)) < 1:
+                self.notes.append(f"shots: the answer of {p.where} earns {x:.3g} by "
+                                  f"reward={self.rule}, which the model will copy")
         if examples:
             self.notes.append(f"shots={len(examples)}: in front of each problem "
                               f"{', '.join(p.where for p in examples)}")
@@ -392,25 +403,25 @@ class Problems:
 
     def _check_lengths(self, skip_long):
         """Sorts out prompts that are too long, split by split, so that the others stay where
-        they are. One that is empty is an error."""
-        fitting, longest, n, total = {}, 0, 0, 0
+        they are -> lengths of these, in tokens. One that is empty is an error."""
+        fitting, lengths = {}, []
         for split, pool in self.file.items():
-            lengths = [len(self._ids(p, p.where)) for p in pool]
-            fitting[split] = [p for p, length in zip(pool, lengths) if length <= self.tokens]
-            longest = max(longest, *lengths)
-            total += len(pool)
-            n += len(pool) - len(fitting[split])
-        if not n:
-            return
-        what = (f"{self.task}: {n} of {total} prompts are longer than prompt_tokens="
-                f"{self.tokens}, the longest has {longest} tokens")
+            sizes = [len(self._ids(p, p.where)) for p in pool]
+            fitting[split] = [p for p, size in zip(pool, sizes) if size <= self.tokens]
+            lengths += sizes
+        left = [size for size in lengths if size <= self.tokens]
+        if len(left) == len(lengths):
+            return lengths
+        what = (f"{self.task}: {len(lengths) - len(left)} of {len(lengths)} prompts are longer "
+                f"than prompt_tokens={self.tokens}, the longest has {max(lengths)} tokens")
         if not skip_long:
             raise ValueError(f"{what}: raise prompt_tokens, or leave them out with "
                              "--skip_long=True")
         if not all(fitting.values()):
-            raise ValueError(f"{what}: too few are left")
+            raise ValueError(f"{what}: too few are left, raise prompt_tokens")
         self.file = fitting
         self.notes.append(f"{what}: they are left out")
+        return left
 
     def _ids(self, p, name):
         """-> the prompt of a problem as ids. ValueError names the one that is empty or that the

@@ -5,12 +5,12 @@ Text from a prompt on the command line, sampled under a compressed cache.
         --prompt=$'The code for pin is 4817.\nRepeat each word with its code: pin.'
     python -m experiments.generate --prompt="..." --model=Qwen/Qwen2.5-0.5B-Instruct --budget=64
 
-The prompt goes through the checkpoint's chat template if it has one, unless --raw_text=True. A
-model that a run of train.py saved (--model=out/model, out/best) keeps what that run kept, with its
---template and --raw_text, unless said otherwise; the first line tells. Greedy unless --temperature
-is above 0; --group samples share one compressed prompt cache. The last line says how many of the
-prompt's keys were kept and how many bytes the cache holds; --evict=none generates from the dense
-cache, to compare.
+The prompt goes through the checkpoint's chat template if it has one, unless --raw_text=True, behind
+a message of the system if --system=TEXT says one. A model that a run of train.py saved
+(--model=out/model, out/best) keeps what that run kept, with its --template and --raw_text, unless
+said otherwise; the first line tells. Greedy unless --temperature is above 0; --group samples share
+one compressed prompt cache. The last line says how many of the prompt's keys were kept and how many
+bytes the cache holds; --evict=none generates from the dense cache, to compare.
 
 Left out on purpose: conversations, streaming.
 """
@@ -25,7 +25,7 @@ from kvcache import EVICT, SPREAD, Eviction
 from model import Transformer, find_checkpoint
 from rollout import generate
 from support.configurator import Arguments, check, check_ranges
-from support.jsonfile import parse_object, read_json
+from support.jsonfile import parse_object, read_json, shown
 from support.run import choose_device, is_of_a_run, one_line_errors, tell
 
 TINY = os.path.join(os.path.dirname(os.path.dirname(os.path.abspath(__file__))), "data", "tiny")
@@ -40,6 +40,7 @@ def arguments(argv=None):
     a = Arguments(prog="generate", description="generate under a compressed KV cache")
     a.add_argument("--prompt", required=True, help="what the user says")
     a.add_argument("--model", default=TINY, type=os.path.expanduser, help="a folder or a hub name")
+    a.add_argument("--system", default="", help="what a system message says before the prompt")
     a.add_argument("--template", default="",
                    help='more arguments for the chat template: {"enable_thinking": false}')
     a.add_argument("--raw_text", default=False, type=bool, help="prompt without chat template")
@@ -80,6 +81,16 @@ def settings_of_run(model, defaults):
             for key, value in read_json(path).items() if key in OF_A_RUN}
 
 
+def asked(a, tok):
+    """-> the prompt, or messages where there is one of the system. Raises ValueError."""
+    if not a.system:
+        return a.prompt
+    if a.raw_text or not tok.has_chat:
+        why = "raw_text=True uses no" if a.raw_text else "this checkpoint has no"
+        raise ValueError(f"system {shown(a.system)}: {why} chat template, leave it out")
+    return [dict(role="system", content=a.system), dict(role="user", content=a.prompt)]
+
+
 def run(a):
     """-> lines to print. Raises ValueError and OSError."""
     check_ranges(a, RANGES)
@@ -95,7 +106,7 @@ def run(a):
     net = Transformer.from_pretrained(folder, device=a.device, dtype=getattr(torch, a.dtype))
     net.use_tokens(len(tok), tok.absent)
     encode = prompt_encoder(tok, parse_object(a.template or "{}", "template"), raw=a.raw_text)
-    ids = encode(a.prompt)
+    ids = encode(asked(a, tok))
     if len(ids) + a.max_new_tokens > net.config.max_pos:
         raise ValueError(f"a prompt of {len(ids)} tokens and max_new_tokens={a.max_new_tokens} "
                          f"exceed the model's context of {net.config.max_pos}")

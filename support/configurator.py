@@ -69,7 +69,8 @@ def check(key, value, where, defaults, choices=None, refused=None):
         got = type(value).__name__
         if type(value) in (bool, int, float, str):
             got += f" {value!r:.80}"
-        raise ValueError(f"{where}: {key} expects {want.__name__}, got {got}")
+        wanted = "True or False" if want is bool else want.__name__
+        raise ValueError(f"{where}: {key} expects {wanted}, got {got}")
     if want is float and not math.isfinite(value):
         raise ValueError(f"{where}: {key} must be a finite number, got {value}")
     if want is str and CONTROL.search(value):

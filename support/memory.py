@@ -193,12 +193,13 @@ def compare(phases, c, device, trials, first):
     tell(f"{'':24s}{'peak GB':>14s}{'':12s}{'seconds':>10s}")
     for name, cost in costs.items():
         tell_row(name, {name: cost})
+    tell_row("all", costs)
     worst = highest(costs)
     before = costs[worst].peak if costs[worst].fits else None
     if costs[worst].fits and before is None:
         tell("the peak is not known: this system does not say what a process holds")
         return
-    tell(f"with one setting changed that lowers {worst}:")
+    tell(f"with one setting changed that may lower {worst}:")
     for name, (other, reached) in trials(worst).items():
         known = {phase: cost for phase, cost in costs.items() if phase not in reached and cost.fits}
         tell_row(name, measure_all(phases, other, device, known), before)
@@ -215,12 +216,15 @@ def gigabytes(n):
 
 
 def tell_row(name, costs, before=None):
-    """Peak over the phases in costs, its difference to `before`, seconds of all."""
-    worst, change = highest(costs), ""
+    """Peak over the phases in costs, its difference to `before`, seconds of all; "no help" where it
+    is no lower."""
+    worst, change, verdict = highest(costs), "", ""
     said, peak = gigabytes(costs[worst].peak), costs[worst].peak
     if not costs[worst].fits:
         said = "out of memory"
     elif before is not None:
         change = f"{(peak - before) / 1e9:+.3f}"
+        if not change.startswith("-") or change == "-0.000":
+            verdict = "  no help"
     seconds = sum(cost.seconds for cost in costs.values())
-    tell(f"{name:24s}{said:>14s}{change:>12s}{seconds:10.2f}")
+    tell(f"{name:24s}{said:>14s}{change:>12s}{seconds:10.2f}{verdict}")

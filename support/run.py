@@ -351,9 +351,18 @@ class Run:
             if not ours or name not in made or os.path.islink(self.path(name)):
                 raise ValueError(f"out_dir {out_dir!r} holds {name}, which no run of this program "
                                  "made: choose another --out_dir")
-        if there and not self.c.overwrite:
+        if there and not self.c.overwrite and not (ours and self.nothing_saved()):
             raise ValueError(f"out_dir {out_dir!r} holds another run: say --resume=True, "
                              "--overwrite=True, or another --out_dir")
+
+    def nothing_saved(self):
+        """Did the run in out_dir end before its first evaluation was logged? It counts as none."""
+        if any(os.path.lexists(self.path(name)) for name in ("ckpt.pt", "ckpt-previous.pt")):
+            return False
+        if any(os.path.isdir(self.path(name)) and os.listdir(self.path(name)) for name in MODELS):
+            return False
+        log = self.path("log.jsonl")
+        return not os.path.exists(log) or os.path.getsize(log) == 0
 
     # resuming
 
@@ -387,6 +396,8 @@ class Run:
     def older(self):
         """What to do without ckpt.pt."""
         path = self.path("ckpt-previous.pt")
+        if is_of_a_run(self.path("config.json")) and self.nothing_saved():
+            return "nothing was saved, so start again without --resume=True"
         try:
             step = read_checkpoint(path)["step"]
         except (OSError, ValueError, KeyError, TypeError):
@@ -431,6 +442,7 @@ class Run:
         else:
             for name in GROWING:
                 self.cut_back(name)
+            tell(f"resumed at step {self.step}")
         for folder in MODELS:
             os.makedirs(self.path(folder), exist_ok=True)
         settings = dict(vars(self.c), identity=self.identity)

@@ -157,7 +157,7 @@ NAIVE = "config/naive.py"
     ([NAIVE, "--seeds=99999999999"], "seeds must be between 1"),
     ([NAIVE, "--first=-1"], "first must be between 0"), ([NAIVE, "--seeds"], "--key=value"),
     ([""], "config/NAME.py"),
-    ([NAIVE, "--out="], "--out=FOLDER"), ([NAIVE, "--table=1"], "table expects bool"),
+    ([NAIVE, "--out="], "--out=FOLDER"), ([NAIVE, "--table=1"], "table expects True or False"),
     ([".py"], "no name to a folder"), (["x/...py"], "no name to a folder"),
     ([NAIVE, "--keep=/proc/x"], "cannot write to folder '/proc/x'"),
     ([NAIVE, "--out=/proc/x"], "cannot write to folder '/proc/x'"),

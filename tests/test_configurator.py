@@ -94,7 +94,8 @@ def test_numbers_are_written_in_plain_decimal():
     ("--lr=nan", "finite number, got nan"), ("--steps=inf", "expects int, got float inf"),
     ("--lr=1e400", "lr must be a finite number, got inf"), ("--lr=-1e400", "got -inf"),
     ("--lr=" + "9" * 400, "lr does not fit 64 bits"), ("--lr=" + "9" * 5000, "finite number"),
-    ("--resume=1", "expects bool, got int 1"), ("--task=a\nb", "task holds a control character"),
+    ("--resume=1", "expects True or False, got int 1"),
+    ("--task=a\nb", "task holds a control character"),
     ("--task=a\x1bb", "task holds a control character"), ("--out-dir=x", "nearest is 'out_dir'"),
     ("--lr", "--lr: write --key=value"), ("--", "write --key=value"), ("--=3", "unknown key ''"),
 ])
@@ -198,7 +199,9 @@ def test_folders_that_cannot_be_written(tmp_path):
 @pytest.mark.parametrize("argv, says", [
     (["--group=0"], "group must be between 1"), (["--temperature=-1"], "temperature must be"),
     (["--budget=5"], "budget 5 must be above"), (["--device=foo"], "device must be auto"),
-    (["--model=/no/where"], "neither a local folder"),
+    (["--model=/no/where"], "'/no/where': no such folder"),
+    (["--system=x"], "system 'x': this checkpoint has no chat template"),
+    (["--system=x", "--raw_text=True"], "system 'x': raw_text=True uses no chat template"),
     (["--response_budget=-1"], "response_budget"),
     (["--template=[1]"], "template must"), (["--template={\"a\": 1}"], "has no chat template"),
     (["--seed=-1"], "seed must be"), (["--max_new_tokens=5000"], "exceed the model's context")])
@@ -219,6 +222,15 @@ def test_generate_prints_the_answer(capsys):
     assert "4817" not in answer and facts.startswith("[22 prompt tokens, 12 kept")
 
 
+def test_generate_names_the_models_of_a_run(finished):
+    """Control: the model of one of them answers."""
+    out = finished[0]
+    with pytest.raises(SystemExit, match=f"^error: {out} is a run's folder: say "
+                       f"--model={out}/model or {out}/best$"):
+        generate.main(["--prompt=x", "--device=cpu", f"--model={out}"])
+    generate.main(["--prompt=x", "--device=cpu", f"--model={out}/best", "--max_new_tokens=1"])
+
+
 def test_generate_hands_arguments_to_the_template(tmp_path, capsys):
     folder = tmp_path / "model"
     shutil.copytree(os.path.join(ROOT, "data", "tiny"), folder)
@@ -230,6 +242,20 @@ def test_generate_hands_arguments_to_the_template(tmp_path, capsys):
     assert "[10 prompt tokens" in capsys.readouterr().out
     generate.main([*asked, '--template={"short": true}'])
     assert "[8 prompt tokens" in capsys.readouterr().out
+
+
+def test_generate_says_what_the_system_does(tmp_path, capsys):
+    """Before the prompt; the control is without."""
+    folder = tmp_path / "model"
+    shutil.copytree(os.path.join(ROOT, "data", "tiny"), folder)
+    (folder / "chat_template.jinja").write_text(
+        "{% for m in messages %}{{ m.content if m.role == 'system' else 'the code' }}{% endfor %}")
+    asked = ["--prompt=x", "--device=cpu", f"--model={folder}", "--max_new_tokens=2",
+             "--evict=none"]
+    generate.main(asked)
+    assert "[4 prompt tokens" in capsys.readouterr().out
+    generate.main([*asked, "--system=code code "])
+    assert "[7 prompt tokens" in capsys.readouterr().out
 
 
 def test_draw_names_a_picture(tmp_path):

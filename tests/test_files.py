@@ -150,9 +150,12 @@ def test_held_out_problems_of_their_own(tmp_path, plain):
     both = made(task, plain, eval_task=other)
     assert len(both.file["eval"]) == 6 == both.n_eval and len(both.file["train"]) == 29
     assert "7 + 1?" not in texts(both, "train") and "0 + 1?" in texts(both, "train")
+    sizes = sorted(len(both.encode(p.text)) for pool in both.file.values() for p in pool)
     assert both.notes == [
         f"{task}: 1 of 30 problems stand in {other} too and are not trained on",
-        f"{task}: 29 problems to train on; {other}: 6 held out, 99 wanted"]
+        f"{task}: 29 problems to train on; {other}: 6 held out, 99 wanted; median prompt "
+        f"{sizes[17]} tokens, longest {sizes[34]}"]
+    assert both.longest == sizes[34]
     alone = made(task, plain)  # control
     assert len(alone.file["eval"]) == 3 and "0 + 1?" in texts(alone, "eval")
     with pytest.raises(ValueError, match="a.jsonl: no problem is left to train on"):
@@ -240,6 +243,25 @@ def test_examples_that_cannot_be(tmp_path, plain):
         "", '[1, "x"]', ""]
     with pytest.raises(ValueError, match="b.jsonl:1 needs"):  # control: a rule needs answers
         made(path, plain)
+
+
+def test_an_example_that_earns_nothing_is_said(tmp_path, plain):
+    """By the rule in force; one that earns, and a function of one's own, are the controls."""
+    task = write(tmp_path / "a.jsonl", sums(0, 12))
+    city = dict(question="The city?", answer="It is #### Rome")
+    words = write(tmp_path / "b.jsonl", [*sums(0, 2), city, *sums(2, 12)])
+
+    def said(path, **how):
+        return [note for note in made(path, plain, **how).notes if note.startswith("shots: ")]
+
+    assert said(task, shots=2, rule="boxed") == [
+        f"shots: the answer of {task}:{n} earns 0 by reward=boxed, which the model will copy"
+        for n in (2, 3)]
+    assert said(words, shots=2) == [
+        f"shots: the answer of {words}:3 earns 0 by reward=auto, which the model will copy"]
+    for how in (dict(shots=2), dict(shots=2, rule="number"), dict(rule="boxed"),
+                dict(shots=2, rule=lambda row, text, tokens: 0)):
+        assert said(task, **how) == []
 
 
 def test_raw_text_is_verbatim(tmp_path, plain, chat):

@@ -85,7 +85,7 @@ def test_the_highest_phase_is_that_which_did_not_fit():
 def rows(printed):
     """{name: what stands behind it} of the dry run's lines."""
     return {line[:24].strip(): line[24:].split() for line in printed.splitlines()
-            if re.match(r"(sampling|learning|evaluation|--)", line)}
+            if re.match(r"(sampling|learning|evaluation|all|--)", line)}
 
 
 def test_dry_run_prints_peaks_and_writes_nothing(tmp_path, capsys, monkeypatch):
@@ -112,9 +112,12 @@ def test_dry_run_prints_peaks_and_writes_nothing(tmp_path, capsys, monkeypatch):
     assert all(map(torch.equal, *weights))
     assert lengths[:3] == [{(64, 4)}] * 3 and {(64, 5)} == set().union(*lengths[3:])
     found = rows(printed)
-    assert list(found)[:3] == ["sampling", "learning", "evaluation"]
-    highest = max(float(peak) for peak, _ in list(found.values())[:3])
-    for name, (peak, change, seconds) in list(found.items())[3:]:
+    assert list(found)[:4] == ["sampling", "learning", "evaluation", "all"]
+    phases, (highest, whole) = [*found.values()][:3], map(float, found["all"])
+    assert highest == max(float(peak) for peak, _ in phases)
+    assert whole == pytest.approx(sum(float(seconds) for _, seconds in phases), abs=0.02)
+    for name, (peak, change, seconds, *verdict) in list(found.items())[4:]:
+        assert verdict == (["no", "help"] if float(change) >= 0 or change == "-0.000" else [])
         key, value = name[2:].split("=")
         assert value != str(train.DEFAULTS[key]) and float(seconds) > 0
         assert float(peak) - highest == pytest.approx(float(change), abs=2e-3)
@@ -167,7 +170,7 @@ def test_a_trial_that_does_not_fit(capsys, monkeypatch):
     train_here("--dry_run=True", "--out_dir=nowhere")
     found = rows(capsys.readouterr().out)
     assert found["--checkpointing=True"][:3] == ["out", "of", "memory"]
-    assert len(found["--group=2"]) == len(found["--micro_rows=128"]) == 3
+    assert all(found[name][1][0] in "+-" for name in ("--group=2", "--micro_rows=128"))
     bad = False
     train_here("--dry_run=True", "--out_dir=nowhere")
     found = rows(capsys.readouterr().out)

@@ -755,8 +755,12 @@ def test_every_tensor_is_needed_and_used(tmp_path, name, key):
 def test_missing_folder(monkeypatch, tmp_path):
     from huggingface_hub import constants
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
-    for name in ("no/such-model", "", "a/b/c/d", "~nobody/x", "x y", "nul\0", "x" * 5000, "é\n!"):
-        with pytest.raises(FileNotFoundError, match="is neither a local folder") as e:
+    hub = "is neither a local folder"
+    for name, say in (("no/such-model", hub), ("", hub), ("x y", hub), ("nul\0", hub),
+                      ("x" * 5000, hub), ("é\n!", hub), ("a/b/c/d", "'a/b/c/d': no such folder"),
+                      ("~nobody/x", "no such folder"), ("/no/where\n", "no such folder"),
+                      ("./out", "no such folder")):
+        with pytest.raises(FileNotFoundError, match=say) as e:
             find_checkpoint(name)
         assert "\n" not in str(e.value) and len(str(e.value)) < 1000
     (tmp_path / "file").write_text("")

@@ -2,10 +2,12 @@
 run that such a function ends goes on after it is mended."""
 import json
 import os
+import re
 import sys
 
 import numpy as np
 import pytest
+import torch
 
 from conftest import ROOT, read_checkpoint, read_log, share_of_digits, train_here
 from data.answers import RULES
@@ -82,11 +84,14 @@ def test_answers_that_a_rule_cannot_pay_are_refused(tmp_path):
 # functions of one's own
 
 def test_numbers_that_a_function_returns():
-    for x, want in ((1, 1.0), (True, 1.0), (-0.5, -0.5), (np.float32(0.5), 0.5), (np.True_, 1.0)):
+    for x, want in ((1, 1.0), (True, 1.0), (-0.5, -0.5), (np.float32(0.5), 0.5), (np.True_, 1.0),
+                    (torch.tensor(0.5), 0.5), (torch.tensor(True), 1.0), (np.array(2), 2.0)):
         assert named_numbers(x) == {"reward": want} and type(named_numbers(x)["reward"]) is float
     assert named_numbers(dict(reward=1, right=False)) == {"reward": 1.0, "right": 0.0}
     for x, say in (
-            (None, "must be a finite number, got None"), ("1", "got '1'"), ([1], r"got \[1\]"),
+            (None, "must be a finite number, got None"), (torch.ones(1), "got tensor"),
+            (torch.tensor(float("nan")), "got nan"), (np.array(1j), "got 1j"),
+            ("1", "got '1'"), ([1], r"got \[1\]"),
             (float("nan"), "got nan"), (1e39, "got 1e.39"), ({}, "must hold the name 'reward'"),
             (dict(right=1), "must hold the name 'reward', got .'right'"),
             ({"reward": 1, "a b": 1}, "identifiers, got 'a b'"), ({"reward": 1, 2: 1}, "got 2"),
@@ -109,7 +114,11 @@ def test_numbers_that_a_function_returns():
     ("", "nobodys:score", "cannot import nobodys .*No module named 'nobodys'"),
     ("", "mine:", "unknown reward 'mine:': one of auto, exact"), ("", "boxd", "unknown reward"),
     ("", "a b:c", "unknown reward"), ("", ":score", "unknown reward"),
-    ("", "mine.py:score", "cannot import mine.py")])
+    ("", "mine.py:score", "unknown reward 'mine.py:score': .*; did you mean mine:score[?]$"),
+    ("", "mine.score", "did you mean mine:score[?]$"),
+    ("", "mine.py", "did you mean mine:FUNCTION[?]$"),
+    ("", "mine", "did you mean mine:FUNCTION[?]$"),
+    ("", "other.py:score", "cannot import other.py"), ("", "other.score", "or module:function$")])
 def test_functions_that_are_none(source, name, say, mine, tmp_path):
     """Refused in one line before out_dir is there."""
     mine(source)
@@ -232,7 +241,8 @@ FAILS = ("N = 0\ndef score(row, text, tokens):\n    global N\n    N += 1\n    if
 
 # 8 responses in the evaluations before steps 0 and 2, 8 in a step
 @pytest.mark.parametrize("n, bug, where, say", [
-    (8 + 8 + 2, "row['level']", "training problem 2", r"raised KeyError: 'level' \(.*mine.py:6\)"),
+    (8 + 8 + 2, "row['level']", "training problem 2", r"raised KeyError: 'level' \(.*mine.py:6\); "
+     "the row has prompt, answer"),
     (8 + 8 + 5, "return None", "training problem 3", "must be a finite number, got None"),
     (8 + 8 + 8, "return dict(reward=1, x=1)", "training problem 3",
      "has the names reward, x, before it had reward: must be the same in each call"),
@@ -253,7 +263,7 @@ def test_a_function_that_fails_loses_nothing(n, bug, where, say, mine, tmp_path,
     mine(FAILS.format(0, "pass"))
     capsys.readouterr()
     train_here(*ask, "--resume=True", f"--out_dir={out}")
-    said = f"reward: {path} is another than before step {step}\n"
+    said = f"resumed at step {step}\nreward: {path} is another than before step {step}\n"
     assert capsys.readouterr().out.startswith(said)
     mine(FAILS.format(0, "pass"))
     whole = tmp_path / "whole"
@@ -264,11 +274,24 @@ def test_a_function_that_fails_loses_nothing(n, bug, where, say, mine, tmp_path,
     assert all((out / name).read_bytes() == (whole / name).read_bytes() for name in files)
 
 
-def test_a_function_that_fails_at_first_saves_nothing(mine, tmp_path):
+def test_a_function_that_fails_at_first_saves_nothing(mine, tmp_path, capsys):
+    """So the same command may be said again."""
     mine("def score(row, text, tokens): return row['level']")
     with pytest.raises(SystemExit, match=r"held-out problem 0 .*KeyError.*; nothing was saved$"):
         train_here("--reward=mine:score", f"--out_dir={tmp_path}/out")
-    assert not (tmp_path / "out" / "ckpt.pt").exists()
+    out = tmp_path / "out"
+    assert not (out / "ckpt.pt").exists() and (out / "config.json").exists()
+    with pytest.raises(SystemExit, match="ckpt.pt does not exist.*; nothing was saved, so start "
+                       "again without --resume=True"):
+        train_here("--reward=mine:score", "--resume=True", f"--out_dir={out}")
+    mine("def score(row, text, tokens): return dict(reward=0.25, right=0.5)")
+    train_here("--reward=mine:score", "--steps=1", f"--out_dir={out}")
+    assert len(read_log(out)[1]) == 1
+    printed = capsys.readouterr().out
+    assert re.search(r"eval +0 \| .* compressed cache 0.250, dense cache 0.250, "
+                     r"eval_compressed_right 0.500, eval_dense_right 0.500, accept ", printed)
+    with pytest.raises(SystemExit, match="holds another run"):  # control: now there is something
+        train_here("--reward=mine:score", "--steps=1", f"--out_dir={out}")
 
 
 def test_a_line_of_a_file_is_named(mine, tmp_path):

@@ -7,6 +7,7 @@ import torch
 import rollout as rollout_file
 from conftest import SMALL, STOP, gap, largest_tensor, prompts, toy
 from grpo import replay
+from kvcache import Eviction
 from rollout import draw_token, generate
 
 DEVICES = ["cpu"]
@@ -34,6 +35,22 @@ def test_eviction_makes_another_policy(model, method):
                  **SMALL)
     assert [k.shape for k in r.kept] == [(3, 2, 24)] * 3 + [(3, 2, 20)]
     assert gap(model, r) <= 1e-4 and gap(model, r, "dense") > 1
+
+
+@pytest.mark.parametrize("spread", ["uniform", "pyramid", "adaptive"])
+def test_what_settings_evict_is_what_is_logged(model, spread):
+    """Eviction.evicts says beforehand whether the log of full responses names a key that went;
+    pyramid's last layers keep fewer than the budget."""
+    seen = set()
+    for P, R, K, period in ((24, 12, None, 5), (25, 12, None, 5), (10, 12, 10, 5), (10, 12, 9, 5),
+                            (10, 17, 9, 5), (10, 12, 9, 11), (10, 1, 9, 5), (14, 12, 9, 20)):
+        e = Eviction(**SMALL, response_budget=K, period=period, spread=spread)
+        r = generate(model, prompts(P), 2, R, eviction=e, seed=1)
+        kept_all = all(len(head) == P for layer in r.kept[0] for head in layer)
+        says = e.evicts(P, R, n_layer=3)
+        assert says == (not kept_all or bool((r.until < R).any())), (P, R, K, period)
+        seen.add(says)
+    assert seen == {True, False}
 
 
 def test_layers_and_heads_have_logs_of_their_own(model, method):

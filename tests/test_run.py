@@ -104,6 +104,7 @@ def times(folder):
     ("needs at least", ["--overwrite=True", "--prompt_tokens=20"]),
     ("where this run would save its own", ["--overwrite=True", "--model={out}/model"]),
     ("where this run would save its own", ["--overwrite=True", "--model={out}/best"]),
+    ("out is a run's folder: say --model=", ["--overwrite=True", "--model={out}"]),
     ("where this run would save its own", ["--overwrite=True", "--task={out}/log.jsonl"]),
 ])
 def test_out_dir_is_guarded(finished, say, args):
@@ -130,6 +131,52 @@ def test_overwrite_begins_again(finished, tmp_path):
     assert [r["step"] for r in read_log(out)[1]] == [0] and read_checkpoint(out)["step"] == 1
     assert (out / "samples.txt").read_text().count("--- step 0") == 2
     assert not same_weights(out, finished[0])
+
+
+def test_a_start_that_saved_nothing_counts_as_none(finished, tmp_path):
+    """As a kill in the first evaluation leaves it: the same command begins. Not so where a row was
+    logged, a checkpoint or a model is there, or config.json is no run's."""
+    out = tmp_path / "out"
+    out.mkdir()
+    for name in ("model", "best"):
+        (out / name).mkdir()
+    shutil.copy(os.path.join(finished[0], "config.json"), out)
+    ask = ["--steps=1", f"--out_dir={out}"]
+    for name in ("log.jsonl", "ckpt.pt", "ckpt-previous.pt", "best/model.safetensors"):
+        (out / name).write_text("{}\n")
+        with pytest.raises(SystemExit, match="holds"):
+            train_here(*ask)
+        with pytest.raises(SystemExit, match="--overwrite=True"):
+            train_here(*ask, "--resume=True")
+        (out / name).unlink()
+    settings = (out / "config.json").read_text()
+    (out / "config.json").write_text("{}")
+    with pytest.raises(SystemExit, match="holds config.json, which no run"):
+        train_here(*ask)
+    (out / "config.json").write_text(settings)
+    for name in ("log.jsonl", "samples.txt"):
+        (out / name).write_text("")
+    (out / "samples.txt").write_text("old\n")
+    with pytest.raises(SystemExit, match="nothing was saved, so start again without --resume"):
+        train_here(*ask, "--resume=True")
+    train_here(*ask)
+    assert len(read_log(out)[1]) == 1 and "old" not in (out / "samples.txt").read_text()
+
+
+def killed_in_an_evaluation(*args):
+    def evaluate(*_, **__):
+        os.kill(os.getpid(), signal.SIGKILL)
+    train.evaluate = evaluate
+    train.main([*FAST, *args])
+
+
+def test_a_kill_in_the_first_evaluation(tmp_path):
+    out = tmp_path / "out"
+    ask = ["--steps=1", f"--out_dir={out}"]
+    assert Forked(tmp_path / "said", killed_in_an_evaluation, *ask).wait() == -signal.SIGKILL
+    assert (out / "config.json").exists()
+    train_here(*ask)
+    assert len(read_log(out)[1]) == 1
 
 
 def hold_for_long(out_dir):

@@ -302,7 +302,7 @@ def test_length_is_at_most_tokens_and_close(task, more):
 
 
 def test_too_few_tokens_is_an_error_and_kv_stops_where_its_keys_do():
-    with pytest.raises(ValueError, match=r"task kv needs at least \d+ tokens, got tokens=10"):
+    with pytest.raises(ValueError, match=r"task kv needs at least \d+ .*, got prompt_tokens=10"):
         made("kv", "train", 0, 0, tokens=10)
     text = made("kv", "train", 0, 0, tokens=40000).text
     assert len(set(re.findall(r"for ([^.]+) is \d{4}\.", text))) == text.count(". ") + 1 > 1400
@@ -430,8 +430,11 @@ def test_json_numbers_stay_what_is_written(tmp_path):
 
 
 @pytest.mark.parametrize("line, says", [
-    ("{", "is not JSON"), ("[1]", "needs a non-empty"), ("[" * 100_000, "is not JSON"),
-    ('{"prompt": "x"}', "needs"), ('{"answer": "x"}', "needs"),
+    ("{", "is not JSON: Expecting property name enclosed in double quotes, column 2$"),
+    ('{"prompt": "x", "answer": 1,}', "is not JSON: .*, column 2[89]$"),
+    ("[1]", "needs a non-empty .*: must be an object$"), ("[" * 100_000, "is not JSON"),
+    ('{"prompt": "x", "gold": 5}', 'and "answer", text or a number; it has \'prompt\', \'gold\'$'),
+    ('{"answer": "x"}', "needs .*; it has 'answer'$"), ("{}", "needs .*; it has nothing$"),
     ('{"prompt": 5, "answer": 1}', "needs"),
     ('{"prompt": "", "answer": "1"}', "needs"), ('{"prompt": "x", "answer": "#### "}', "needs"),
     *((f'{{"prompt": "y", "answer": {answer}}}', "needs") for answer in
@@ -462,7 +465,7 @@ def test_files_that_are_none(tmp_path, monkeypatch):
     rows = '{"prompt": "a", "answer": "1"}\r\n\r\n{"prompt": "b", "answer": "2"}'
     file.write_bytes(b"\xef\xbb\xbf" + rows.encode())
     assert [p.text for p in read_problems(str(file))] == ["a", "b"]
-    for content, says in ((rows.encode("utf-16"), "c.jsonl:1 is not JSON in UTF-8"),
+    for content, says in ((rows.encode("utf-16"), "c.jsonl:1 is not text in UTF-8: .*, byte 1$"),
                           (b"\xef\xbb\xbf\r\n", "holds no problem"), (b"", "holds no problem")):
         file.write_bytes(content)
         with pytest.raises(ValueError, match=says):
@@ -507,14 +510,20 @@ def test_prompts_that_are_too_long(tmp_path, checkpoint):
     some = Problems(path, tokens=50, skip_long=True, **make)
     every = Problems(path, tokens=999, **make)
     note, split = some.notes
+    sizes = sorted(len(some.encode(row["prompt"])) for row in rows)  # the first 57 fit
+    some_lengths, longest = (sizes[28], sizes[56]), sizes[-1]
+    assert sizes[30] == sizes[28]
     assert "3 of 60 prompts are longer" in note and "left out" in note
-    assert split == f"{path}: 52 problems to train on, 5 held out (every 10th), 99 wanted"
-    assert every.notes == [f"{path}: 54 problems to train on, 6 held out (every 10th), 99 wanted"]
+    assert split == (f"{path}: 52 problems to train on, 5 held out (every 10th), 99 wanted; median "
+                     "prompt {} tokens, longest {}".format(*some_lengths))
+    assert every.notes == [f"{path}: 54 problems to train on, 6 held out (every 10th), 99 wanted; "
+                           f"median prompt {some_lengths[0]} tokens, longest {longest}"]
+    assert every.longest == longest > 200 and some.longest == some_lengths[1] < 50
     assert every.n_eval == 6 and some.n_eval == 5
     for split, gone in (("eval", {"10"}), ("train", {"3", "57"})):
         left = {p.answer for p in some.file[split]}
         assert {p.answer for p in every.file[split]} - left == gone  # none changed sides
-    with pytest.raises(ValueError, match="too few are left"):
+    with pytest.raises(ValueError, match="too few are left, raise prompt_tokens"):
         Problems(path, tokens=3, skip_long=True, **make)
     words = [dict(row, answer="word" if i % 2 else row["answer"]) for i, row in enumerate(rows)]
     words = Problems(write_lines(tmp_path / "b.jsonl", words), tokens=999, **make)
@@ -652,7 +661,7 @@ def test_checkpoint_is_small_and_its_tokenizer_is_reproducible(checkpoint, tmp_p
 
 
 @pytest.mark.parametrize("args, says", [
-    (["--stage=3"], "folder' is neither a local folder"),
+    (["--stage=3"], "folder': no such folder"),
     (["--stage=3", "--device=tpu"], "device must be auto, cpu, cuda or cuda:N, got 'tpu'")])
 def test_pretraining_refuses_before_it_writes(args, says, tmp_path, monkeypatch):
     folder = tmp_path / "folder"

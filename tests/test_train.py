@@ -26,7 +26,7 @@ from conftest import (
     toy,
     train_here,
 )
-from data.tasks import Problems
+from data.tasks import Problems, prompt_encoder
 from data.tokenizer import Tokenizer
 from grpo import advantages, replay
 from kvcache import EVICT, SPREAD, Eviction
@@ -63,6 +63,7 @@ def test_run_leaves_what_it_promises(finished):
     with open(os.path.join(out, "samples.txt")) as f:
         samples = f.read()
     assert samples.count("--- step") == 2 * 3  # two responses of steps 0, 2, 3
+    assert samples.count("\nAnswer:\n>>> ") == 2 * 3  # the end of the prompt, as it was encoded
     for e in evals:  # every held-out response, under either cache
         for name in ("compressed", "dense"):
             after = samples.split(f"--- eval {e['step']}, {name} cache\n")[1]
@@ -101,7 +102,11 @@ def test_problem_files(tmp_path):
     too_long = json.dumps(dict(prompt="apple " * 300, answer="1"))
     for lines, say in (([*good, too_long], "1 of 21 prompts .* prompt_tokens=64, .* has 3.. "),
                        ([*good, "{"], "p.jsonl:21 is not JSON"),
-                       ([], "holds no problem"), (good[:5], "p.jsonl: 5 are too few"),
+                       ([], "holds no problem"),
+                       (good[:5], "p.jsonl: 5 problems are too few: every 10th is held out; at "
+                        "least 10, or --eval_task=FILE$"),
+                       (good[:9] * 2, "9 problems .*=FILE .*p.jsonl: 9 of 18 problems stand there "
+                        r"again and are left out\)$"),
                        ([*good, '{"prompt": "x", "answer": null}'], ":21 needs")):
         file.write_text("\n".join(lines))
         with pytest.raises(SystemExit, match=say):
@@ -112,6 +117,33 @@ def test_problem_files(tmp_path):
     assert len(read_log(out)[1]) == 1
 
 
+def test_nothing_is_evicted(tmp_path, capsys):
+    """It is said where a budget holds the longest prompt that there is, not the longest that there
+    might be, and no response key can go."""
+    file = tmp_path / "p.jsonl"
+    file.write_text("\n".join(json.dumps(dict(prompt=f"apple {i + 10}", answer=i))
+                              for i in range(20)))
+
+    def said(*ask):
+        train.setup([*FAST, "--dry_run=True", f"--task={file}", "--max_new_tokens=17", *ask])
+        lines = capsys.readouterr().out.splitlines()
+        return [line for line in lines if line.startswith("nothing is evicted: ")]
+
+    n = len(prompt_encoder(Tokenizer(train.TINY))("apple 10"))
+    line = f"nothing is evicted: the longest prompt has {n} tokens, budget is "
+    small = ["--window=4", "--sinks=0"]
+    assert said() == [f"{line}24"] == said("--response_budget=17")
+    assert said(*small, f"--budget={n}") == [f"{line}{n}"]
+    assert said(*small, f"--budget={n - 1}") == said("--evict=none") == []
+    # of 16 keys: chosen from every 8 steps, the second time after the last token that sees one
+    assert said(*small, "--response_budget=8", "--period=8") == [f"{line}24"]
+    assert said(*small, "--response_budget=7", "--period=8") == []
+    kv = ["--task=kv", "--prompt_tokens=64"]
+    assert said(*kv, "--budget=63") == []
+    assert said(*kv, "--budget=64") == [
+        "nothing is evicted: the longest prompt has 64 tokens, budget is 64"]
+
+
 # settings
 
 @pytest.mark.parametrize("say, args", [
@@ -119,7 +151,7 @@ def test_problem_files(tmp_path):
     ("unknown key 'HOLD_OUT'", ["--HOLD_OUT=5"]),
     ("budget expects int, got str 'many'", ["--budget=many"]),
     ("budget expects int, got float 32.5", ["--budget=32.5"]),
-    ("resume expects bool, got int 1", ["--resume=1"]),
+    ("resume expects True or False, got int 1", ["--resume=1"]),
     (f"evict must be one of {', '.join(EVICT)}, got 'snap'", ["--evict=snap"]),
     (f"spread must be one of {', '.join(SPREAD)}, got 'flat'", ["--spread=flat"]),
     ("top_p is not offered", ["--top_p=0.9"]),
@@ -159,6 +191,10 @@ def test_problem_files(tmp_path):
     ("budget 20 must be above window + sinks", ["--budget=20", "--window=16", "--sinks=4"]),
     ("unknown task 'needel'", ["--task=needel"]),
     ("nofile.jsonl", ["--task=nofile.jsonl"]),
+    ("task 'mine.json': a file must end in .jsonl", ["--task=mine.json"]),
+    ("task 'README.md': a file must end in .jsonl", ["--task=README.md"]),
+    ("task kv4 needs at least 163 tokens, got prompt_tokens=128", ["--prompt_tokens=128"]),
+    ("'/no/such/path': no such folder", ["--model=/no/such/path"]),
     ("write --key=value", ["--steps", "3"]),
     ("no such config file", ["config/nothing.py"]),
     ("exceed the model's context", ["--prompt_tokens=100000"]),

@@ -266,7 +266,8 @@ def test_command_line(tmp_path, capsys):
     (["--lengths=1,8"], "lengths must be at least 2"), (["--lengths=a"], "whole numbers"),
     (["--lengths=4,1_6"], "whole numbers"), (["--lengths=4.0"], "whole numbers"),
     (["--lengths="], "whole numbers"), (["more"], "no such config file"), (["--out="], "out a"),
-    (["--out=/proc/x"], "cannot write to folder '/proc/x'"), (["--model=/no/where"], "neither a"),
+    (["--out=/proc/x"], "cannot write to folder '/proc/x'"),
+    (["--model=/no/where"], "no such folder"),
     (["--device=foo"], "device must be auto"), (["--device=cpu:1"], "device must be auto"),
     (["--response_budget=60"], "without eviction of response keys"),
     (["--resamples=5"], "resamples at least 100")])

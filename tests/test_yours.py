@@ -19,6 +19,7 @@ BLOCK = re.compile(r"^```(\w*)\n(.*?)^```$", re.M | re.S)
 SMALL = ["--steps=2", "--prompts=2", "--group=4", "--eval_problems=2", "--eval_final=2",
          "--eval_every=2", "--eval_batch=2", "--save_every=9", "--max_new_tokens=5",
          "--device=cpu"]
+OF_THE_HUB = ("config/gsm8k.py", "config/smollm2.py")  # config files that name a model there
 CHAT = ("{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}"
         "{% if add_generation_prompt %}assistant: {% endif %}")
 
@@ -55,6 +56,8 @@ def run(folder, line):
     assert python == "python", f"{line!r}: commands of this page begin with python"
     if words[0] == "train.py":
         words += SMALL
+    if any(word in OF_THE_HUB for word in words):
+        words.append(f"--model={folder}/model")
     words = [re.sub("^--model=[A-Z].*", f"--model={folder}/model", word) for word in words]
     printed = os.path.join(folder, "printed.txt")
     start = os.path.getsize(printed) if os.path.exists(printed) else 0
@@ -71,10 +74,28 @@ def prepare(folder):
     shutil.copytree(os.path.join(ROOT, "data", "tiny"), folder / "model")
     (folder / "model" / "chat_template.jinja").write_text(CHAT)
     os.makedirs(folder / "gsm8k")
-    for name, at in (("train", 0), ("test", 100)):
-        rows = [dict(question=f"{i} + 1?", answer=f"{i}+1={i + 1}\n#### {i + 1}")
-                for i in range(at, at + 12)]
+    for name, first in (("train", 0), ("test", 100)):
+        rows = [worked_problem(i) for i in range(first, first + 12)]
         (folder / "gsm8k" / f"{name}.jsonl").write_text("\n".join(map(json.dumps, rows)))
+
+
+def worked_problem(i):
+    """About as long as one of GSM8K, whose median question has 42 words and its answer 47 in three
+    steps; the longest have 183 and 216 in nine, one of ten here 117 and 101. In words that the
+    embedded tokenizer knows: it would need twice the tokens of others."""
+    steps, long = 3, i % 10 == 9
+    if long:
+        steps = 9
+    story, work, coins = [], [], i
+    for n in range(steps):
+        before, coins = coins, coins + n
+        story.append(f"On Sunday {n} coins stayed at the market until evening.")
+        work.append(f"After the storm the bus was closed and {before}+{n}="
+                    f"<<{before}+{n}={coins}>>{coins} coins stayed.")
+        if long and n % 2:
+            story.append("The winter was mild.")
+    question = f"In the spring {i} coins stayed. {' '.join(story)} How many coins at last?"
+    return dict(question=question, answer="\n".join([*work, f"#### {coins}"]))
 
 
 def missing(said, printed):
@@ -116,6 +137,13 @@ def test_a_line_that_is_not_printed_is_found():
     assert not missing("step 0 | reward ... s\nmine.jsonl: ... [held] out", printed)
     assert missing("step 0 | reward\nmine", printed) == ["step 0 | reward", "mine"]
     assert missing("mine.jsonl: 21 ...", printed) == ["mine.jsonl: 21 ..."]
+
+
+def test_problems_as_long_as_real_ones_need_the_tokens_that_the_page_names(tmp_path):
+    """Control of the command for GSM8K."""
+    prepare(tmp_path)
+    code, text = run(tmp_path, "python train.py config/gsm8k.py --task=gsm8k:gsm8k --shots=2")
+    assert code == 1 and "are longer than prompt_tokens=320" in text
 
 
 def test_a_command_that_fails_is_found(tmp_path):
