@@ -434,7 +434,7 @@ def test_torchrun(tmp_path):
     errors = [line for line in p.stderr.splitlines() if "rror" in line]
     assert errors[0].startswith("error: the reward of training problem 5 ('Repeat each word ")
     assert errors[0].endswith("raised KeyError: 'level' (" + str(tmp_path / "mine.py") +
-                              ":11); out/ckpt.pt holds step 2")
+                              ":11); the row has prompt, answer; out/ckpt.pt holds step 2")
     assert p.stdout.count("\nstep ") == 2 and p.stdout.count("fp32 masters") == 1
     assert read_checkpoint(tmp_path / "out")["step"] == 2
     steps = read_log(tmp_path / "out")[1]
