@@ -22,10 +22,14 @@ those two numbers.
 """
 import functools
 import os
+import signal
 import sys
 import time
 from dataclasses import replace
 from types import SimpleNamespace
+
+if __name__ == "__main__":  # a Ctrl-C while torch is imported has nothing to save and says nothing
+    ON_CTRL_C = signal.signal(signal.SIGINT, lambda *_: os._exit(130))
 
 import torch
 
@@ -689,4 +693,5 @@ def finish(run, net):
 
 
 if __name__ == "__main__":
+    signal.signal(signal.SIGINT, ON_CTRL_C)
     main(sys.argv[1:])

@@ -14,6 +14,7 @@ import torch.nn.functional as F
 
 import model as model_file
 from model import Config, RMSNorm, Transformer, find_checkpoint, rope_frequencies, rotate_one
+from support.checkpoint import UNFINISHED
 
 transformers = pytest.importorskip("transformers")
 safetensors = pytest.importorskip("safetensors.torch")
@@ -723,13 +724,13 @@ def test_saved_files_honour_the_umask_and_appear_whole(tmp_path, umask, monkeypa
     for name in ("model.safetensors", "config.json"):
         assert (tmp_path / "a" / name).stat().st_mode & 0o777 == 0o666 & ~umask
     # a disk that is full when config.json is written, then when the weights are
-    for name in ("config.json.tmp", "model.safetensors.tmp"):
-        os.mkdir(tmp_path / "a" / name)  # cannot be written to
+    for name in ("config.json", "model.safetensors"):
+        os.mkdir(tmp_path / "a" / f"{name}{UNFINISHED}")  # cannot be written to
         model.norm.weight.data.fill_(3)
-        whole = (tmp_path / "a" / name[:-4]).read_bytes()
-        with pytest.raises(OSError, match=f"could not write .*{name[:-4]}") as e:
+        whole = (tmp_path / "a" / name).read_bytes()
+        with pytest.raises(OSError, match=f"could not write .*{name}") as e:
             model.save_pretrained(tmp_path / "a")
-        assert "\n" not in str(e.value) and (tmp_path / "a" / name[:-4]).read_bytes() == whole
+        assert "\n" not in str(e.value) and (tmp_path / "a" / name).read_bytes() == whole
 
 
 @pytest.mark.parametrize("name, key", [

@@ -29,7 +29,7 @@ from conftest import (
     train_here,
 )
 from objectives.dpo import DPO
-from support.checkpoint import write_checkpoint, write_whole
+from support.checkpoint import UNFINISHED, write_checkpoint, write_whole
 from support.metrics import Metrics
 from support.run import choose_device, hold, tell
 
@@ -433,7 +433,7 @@ def test_full_disk(tmp_path):
     assert errors[0].endswith(f"{out}/ckpt.pt holds step 1\n") and errors[0].count("\n") == 1
     assert before.splitlines()[-1].startswith("step ")
     assert read_checkpoint(out)["step"] == 1
-    assert not os.path.exists(os.path.join(out, "ckpt.pt.tmp"))
+    assert not os.path.exists(os.path.join(out, "ckpt.pt" + UNFINISHED))
 
 
 @pytest.mark.parametrize("damage", ["half", "empty", "text", "start", "bit", "gone"])
