@@ -240,15 +240,17 @@ def check_messages(messages):
 
 def plain(value):
     """A JSON value whose numbers are Decimals, with Python's own numbers. Raises ValueError for one
-    that is infinite there."""
+    that would be infinite."""
     if isinstance(value, dict):
         return {name: plain(x) for name, x in value.items()}
     if isinstance(value, list):
         return [plain(x) for x in value]
     if isinstance(value, Decimal):
-        if math.isinf(float(value)):  # a float's range is what every reader of JSON has
+        if not value.as_tuple().exponent:
+            return int(value)
+        if math.isinf(float(value)):
             raise ValueError(f"{value!s:.20} is out of range")
-        return float(value) if value.as_tuple().exponent else int(value)
+        return float(value)
     return value
 
 
