@@ -88,7 +88,7 @@ def reason(e):
         text = " ".join(str(e).split())
     except Exception:
         text = "its text cannot be made"
-    return printable(f"{type(e).__name__}: {text}"[:200])
+    return printable(f"{type(e).__name__}: {text}"[:200].removesuffix(": "))
 
 
 def shown(value):

@@ -408,6 +408,7 @@ CONFIG_ERRORS = {
         architectures=["LlamaForSequenceClassification"]),
     "auto_map": dict(auto_map=dict(AutoModelForCausalLM="modeling_mine.Mine")),
     "is_causal=false": dict(is_causal=False),
+    "layer_types has 3 entries, num_hidden_layers is 2": dict(layer_types=["full_attention"] * 3),
     r"sliding-window attention \(sliding_window=4096\)": dict(
         model_type="mistral", architectures=["MistralForCausalLM"], sliding_window=4096),
 }
@@ -419,12 +420,21 @@ CHANGES = dict(
     no_rope_layers=[1, 1, 1, 0], no_rope_layer_interval=4, rope_interleaved=True,
     attention_chunk_size=8192, sliding_window_pattern=6, num_local_experts=8, num_experts=128,
     use_mrope=True, use_qk_norm=True, attn_temperature_tuning=True, rope_local_base_freq=1e4,
-    use_bidirectional_attention=True, use_mup=True)
+    use_bidirectional_attention=True, use_mup=True, use_rope=False, norm_type="layer_norm",
+    position_embedding_type="alibi", rotary_pct=0.25, rope_pct=0.5, rotary_dim=64, rope_ratio=2.0,
+    hidden_activation="gelu", activation_function="relu", attn_output_gate=True,
+    use_parallel_residual=True, zero_centered_gamma=True, post_norm=True, num_kv_shared_layers=8,
+    lm_head_bias=True, attention_k_eq_v=True, compression_config=dict(bits=4),
+    pruned_heads={"0": [1]}, is_encoder_decoder=True, add_cross_attention=True, num_sink_tokens=4)
 HARMLESS = dict(
     embedding_multiplier=1.0, residual_multiplier=1, final_logit_softcapping=None, num_experts=0,
     rope_interleaved=False, use_mrope=False, no_rope_layers=[], sliding_window=4096,
     max_window_layers=21, chunk_size_feed_forward=0, is_llama_config=True, pretraining_tp=1,
-    is_causal=True, auto_map=None)
+    is_causal=True, auto_map=None, use_rope=True, position_embedding_type="rope", rotary_pct=1.0,
+    rope_pct=1, rotary_dim=None, rope_ratio=1.0, hidden_activation=None, norm_type="rms_norm",
+    activation_function="silu", attn_output_gate=False, use_parallel_residual=False,
+    num_kv_shared_layers=0, lm_head_bias=False, compression_config=None, pruned_heads={},
+    is_encoder_decoder=False, partial_rotary_factor=1.0, layer_types=["full_attention"] * 2)
 
 
 @pytest.mark.parametrize("key", CHANGES)

@@ -88,7 +88,8 @@ def test_numbers_that_a_function_returns():
     assert named_numbers(dict(reward=1, right=False)) == {"reward": 1.0, "right": 0.0}
     for x, say in (
             (None, "must be a finite number, got None"), ("1", "got '1'"), ([1], r"got \[1\]"),
-            (float("nan"), "got nan"), (1.1e15, "got 1100000000000000"), ({}, "must hold the name 'reward'"),
+            (float("nan"), "got nan"), (1.1e15, "got 1100000000000000"),
+            ({}, "must hold the name 'reward'"),
             (dict(right=1), "must hold the name 'reward', got .'right'"),
             ({"reward": 1, "a b": 1}, "identifiers, got 'a b'"), ({"reward": 1, 2: 1}, "got 2"),
             (dict(reward=1, right="x"), "right must be a finite number, got 'x'"),
@@ -268,7 +269,8 @@ def test_the_stop_token_is_given(mine, tmp_path):
     assert step["reward_inside"] == 0
 
 
-FAILS = ("N = 0\nOdd = type('Odd', (Exception,), dict(__str__=None))\ndef score(row, text, tokens):\n    global N\n    N += 1\n    if N == {}:\n"
+FAILS = ("N = 0\nOdd = type('Odd', (Exception,), dict(__str__=None))\n"
+         "def score(row, text, tokens):\n    global N\n    N += 1\n    if N == {}:\n"
          "        {}\n    return sum(map(str.isdigit, text)) / max(1, len(text))\n")
 
 
@@ -281,7 +283,7 @@ FAILS = ("N = 0\nOdd = type('Odd', (Exception,), dict(__str__=None))\ndef score(
     (8 + 16 + 3, "raise SystemExit(2)", "held-out problem 2",
      r"raised SystemExit: 2 \(.*mine.py:7\)"),
     (8 + 16 + 3, "raise KeyboardInterrupt", "held-out problem 2",
-     r"raised KeyboardInterrupt:  \(.*mine.py:7\)"),
+     r"raised KeyboardInterrupt \(.*mine.py:7\)"),
     (8 + 8 + 2, "raise Odd", "training problem 2",
      r"raised Odd: its text cannot be made \(.*mine.py:7\)"),
     (8 + 8 + 2, r"raise ValueError('a\x1b[2J\nb')", "training problem 2",
