@@ -7,6 +7,7 @@ import pty
 import re
 import signal
 import struct
+import subprocess
 import sys
 import termios
 import threading
@@ -289,6 +290,21 @@ def test_elsewhere_lines_are_plain(terminal, monkeypatch):
     monkeypatch.setattr(sys, "stdout", pretends)
     progress(STEP, end="eta 3.1 min")
     assert pretends.getvalue() == f"\r{STEP[:65]} | eta 3.1 min"
+
+
+def test_an_interrupt_while_torch_is_imported_says_nothing(tmp_path):
+    (tmp_path / "torch.py").write_text("import os, signal\nos.kill(os.getpid(), signal.SIGINT)\n")
+    (tmp_path / "other.py").write_text("import train\n")
+    env = dict(os.environ, PYTHONPATH=f"{tmp_path}{os.pathsep}{ROOT}")
+
+    def interrupted(program):
+        p = subprocess.run([sys.executable, program], capture_output=True, text=True, env=env,
+                           preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL))
+        return p.returncode, p.stdout + p.stderr
+
+    assert interrupted(os.path.join(ROOT, "train.py")) == (130, "")
+    code, said = interrupted(str(tmp_path / "other.py"))  # the control
+    assert code == -signal.SIGINT and "KeyboardInterrupt" in said
 
 
 @pytest.mark.parametrize("e", [ValueError("x"), KeyboardInterrupt(), RuntimeError("x")])
