@@ -292,6 +292,13 @@ def test_elsewhere_lines_are_plain(terminal, monkeypatch):
     assert pretends.getvalue() == f"\r{STEP[:65]} | eta 3.1 min"
 
 
+def test_an_error_leaves_the_terminal_alone():
+    """Its control characters are shown, not obeyed; letters of any script stay."""
+    with pytest.raises(SystemExit) as e, one_line_errors(ValueError):
+        raise ValueError("a\x1b[2J\x07\r\nb é 日")
+    assert str(e.value) == r"error: a\x1b[2J\x07 b é 日"
+
+
 def test_an_interrupt_while_torch_is_imported_says_nothing(tmp_path):
     (tmp_path / "torch.py").write_text("import os, signal\nos.kill(os.getpid(), signal.SIGINT)\n")
     (tmp_path / "other.py").write_text("import train\n")
