@@ -54,10 +54,19 @@ ARCHITECTURES = {
     "mistral": dict(name="MistralForCausalLM", qkv_bias=False, o_bias=False, qk_norm=False),
 }
 # keys of config.json that change what is computed, in families that are not read here (Granite,
-# Gemma, SmolLM3, MiniCPM, mixtures of experts): one that is not off is refused, whatever its family
+# Gemma, SmolLM3, MiniCPM, GPT-NeoX, mixtures of experts): one that is not off is refused, whatever
+# its family
 CHANGES = re.compile("multiplier|scal|soft_?cap|no_?rope|interleav|clip|window|chunk|expert|mrope|"
-                     "mup|qk_|query_|temperature_tuning|local_|global_|bidirect|alibi|non_causal")
-READ = ("rope_scaling", "sliding_window", "use_sliding_window", "max_window_layers")
+                     "mup|qk_|query_|temperature_tuning|local_|global_|bidirect|alibi|non_causal|"
+                     "rotary|rope_(pct|ratio)|output_gate|parallel_(residual|attn|block)|"
+                     "zero_centered|post_norm|kv_shared|head_bias|k_eq_v|compression|pruned|"
+                     "encoder_decoder|cross_attention|sink")
+READ = ("rope_scaling", "sliding_window", "use_sliding_window", "max_window_layers",
+        "partial_rotary_factor")
+# keys that say what is computed here too, with the values that say so
+SAID = dict(is_causal=(True,), use_rope=(True,), position_embedding_type=("rope", "rotary"),
+            hidden_activation=("silu",), activation_function=("silu",),
+            norm_type=("rmsnorm", "rms_norm", "RMSNorm"))
 REQUIRED = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads",
             "vocab_size", "max_position_embeddings", "rms_norm_eps")
 LLAMA3 = ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
@@ -174,7 +183,10 @@ def refuse_unsupported(raw):
     if arch == "mistral" and raw.get("sliding_window", 4096) is not None:
         raise ValueError(f"sliding-window attention (sliding_window="
                          f"{shown(raw.get('sliding_window', 4096))}) is not supported: null is")
-    for kind in entry(raw, "layer_types", list, []):
+    kinds, n = entry(raw, "layer_types", list, []), size(raw, "num_hidden_layers")
+    if kinds and len(kinds) != n:
+        raise ValueError(f"layer_types has {len(kinds)} entries, num_hidden_layers is {n}")
+    for kind in kinds:
         if kind != "full_attention":
             raise ValueError(f"layer_types: {shown(kind)} is not supported (full_attention is)")
     if raw.get("quantization_config"):
@@ -189,8 +201,10 @@ def refuse_changes(raw, name):
             raise ValueError(f"architectures: {shown(found)} is not supported ({name} is)")
     if raw.get("auto_map"):
         raise ValueError("auto_map: a model with code of its own is not supported")
-    if not entry(raw, "is_causal", bool, True):
-        raise ValueError("is_causal=false is not supported")
+    for key, known in SAID.items():
+        if raw.get(key) is not None and raw[key] not in known:
+            raise ValueError(f"{key}={shown(raw[key])} is not supported "
+                             f"({shown(known[0])} is)")
     for key, value in raw.items():
         off = not value or value == 1 and value is not True
         if CHANGES.search(key) and key not in READ and not off:

@@ -14,6 +14,7 @@ Left out: formats other than JSON lines, files larger than a gigabyte.
 import functools
 import hashlib
 import json
+import math
 import os
 import random
 import re
@@ -21,7 +22,7 @@ from dataclasses import dataclass, field
 from decimal import Decimal, InvalidOperation
 
 from data.rewards import earns
-from support.jsonfile import shown
+from support.jsonfile import once, shown
 
 HOLD_OUT = 10              # every tenth problem of a file is held out
 LONGEST_LINE = 2 ** 24     # bytes
@@ -80,7 +81,7 @@ def check_files(c):
     """Raise ValueError for settings of problems that do not go together."""
     if c.eval_task and not c.eval_task.endswith(".jsonl"):
         raise ValueError(f"eval_task {shown(c.eval_task)} must be a .jsonl file")
-    for key in ("eval_task", "shots"):
+    for key in ("eval_task", "shots", "skip_long"):
         if getattr(c, key) and not is_file(c.task):
             raise ValueError(f"{key}={getattr(c, key)} needs a task that is a file, got "
                              f"task={c.task}, which is generated")
@@ -183,11 +184,11 @@ def read_line(line, rule="auto", where=""):
     try:
         # a number stays what is written: 0.00001 does not become 1e-05
         row = json.loads(line.rstrip(), parse_float=Decimal, parse_int=Decimal,
-                         parse_constant=refuse)
-        text, messages, answer = None, None, None
+                         parse_constant=refuse, object_pairs_hook=once)
+        asked, messages, answer = [], None, None
         if isinstance(row, dict):
-            text, messages = row.get("prompt", row.get("question")), row.get("messages")
-            answer = row.get("answer")
+            asked = [row[name] for name in ("prompt", "question") if row.get(name) is not None]
+            messages, answer = row.get("messages"), row.get("answer")
         if isinstance(answer, Decimal):
             answer = f"{answer:f}" if abs(answer.adjusted()) < 100 else str(answer)
         row = plain(row)
@@ -197,6 +198,9 @@ def read_line(line, rule="auto", where=""):
         raise ValueError(f"is not JSON: {e!s:.100}") from None
     except InvalidOperation:
         raise ValueError("is not JSON: a number is out of range") from None
+    if len(asked) > 1:
+        raise ValueError('has a "prompt" and a "question": which one counts?')
+    text, = asked or [None]
     if messages is not None:
         if text is not None:
             raise ValueError('has "messages" and a "prompt" (or "question"): which one counts?')
@@ -248,13 +252,18 @@ def check_messages(messages):
 
 
 def plain(value):
-    """A JSON value whose numbers are Decimals, with Python's own numbers."""
+    """A JSON value whose numbers are Decimals, with Python's own numbers. Raises ValueError for one
+    that would be infinite."""
     if isinstance(value, dict):
         return {name: plain(x) for name, x in value.items()}
     if isinstance(value, list):
         return [plain(x) for x in value]
     if isinstance(value, Decimal):
-        return float(value) if value.as_tuple().exponent else int(value)
+        if not value.as_tuple().exponent:
+            return int(value)
+        if math.isinf(float(value)):
+            raise ValueError(f"{value!s:.20} is out of range")
+        return float(value)
     return value
 
 

@@ -24,9 +24,10 @@ from numbers import Real
 
 from data.answers import RULES, after_thought, exact, is_number, last_number
 from support.checkpoint import fingerprint
-from support.jsonfile import shown
+from support.jsonfile import reason, shown
+from support.run import failures, settings_kept
 
-LARGEST = 3.4e38  # rewards become fp32
+LARGEST = 1e15  # rewards become fp32, in which their squares are summed
 OWN = re.compile(r"([^\W\d]\w*(?:\.[^\W\d]\w*)*):([^\W\d]\w*)")  # module:function
 # what a right response may look like
 FORMS = ("{}", r"\boxed{{{}}}", "The answer is ({}).")
@@ -110,7 +111,8 @@ class Own:
     def __call__(self, row, text, tokens):
         """Raises RewardError, and whatever the function raises."""
         # a copy: what it changes there would be another problem from then on
-        found = named_numbers(self.function(copy.deepcopy(row), text, list(tokens)))
+        with settings_kept():
+            found = named_numbers(self.function(copy.deepcopy(row), text, list(tokens)))
         self.names = self.names or list(found)
         if set(found) != set(self.names):
             raise RewardError(f"has the names {', '.join(sorted(found))}, before it had "
@@ -125,13 +127,13 @@ def load(module):
         sys.path.insert(0, here)
     importlib.invalidate_caches()
     try:
-        found = importlib.import_module(module)
-    except (Exception, SystemExit) as e:  # whatever it does wrong is its fault
+        with settings_kept():
+            found = importlib.import_module(module)
+    except failures() as e:  # whatever it does wrong is its fault
         line = f", line {e.lineno}" if isinstance(e, SyntaxError) else f" ({place(e)})"
         if isinstance(e, ModuleNotFoundError):
             line = ""
-        why = " ".join([type(e).__name__, *str(e).split()])
-        raise ValueError(f"reward: cannot import {module} from {here} or the path: {why:.200}"
+        raise ValueError(f"reward: cannot import {module} from {here} or the path: {reason(e)}"
                          f"{line}") from None
     want = os.path.join(here, *module.split(".")) + ".py"
     got = getattr(found, "__file__", None) or "built in"
@@ -165,7 +167,7 @@ def explain(e):
     """What an exception says of a reward, and where it was raised if the reward's code did that."""
     if isinstance(e, RewardError):
         return str(e)
-    return f"raised {type(e).__name__}: {e!s:.200} ({place(e)})"
+    return f"raised {reason(e)} ({place(e)})"
 
 
 def means(parts):

@@ -38,6 +38,7 @@ from data.answers import RULES, after_thought, in_form, is_number, last_number, 
 from data.files import HOLD_OUT, Problem, file_problem, files_of, is_file, read_splits
 from data.rewards import RewardError, earns, explain, named_numbers, number, rule_of
 from support.jsonfile import shown
+from support.run import failures
 
 THINGS = """anchor apple arrow badge ball banner barrel basket bell blanket boat bottle bowl box
 bridge broom brush bucket button cabin camera candle carpet castle chain chair clock coat coin
@@ -318,7 +319,7 @@ def judge(batch, texts, split, first, tokens=None):
                     found = problem.rule(problem.row, text, tokens[b][g])
                 else:
                     found = named_numbers(reward(problem, text))
-            except (Exception, SystemExit) as e:  # whatever somebody's own rule may raise
+            except failures() as e:  # whatever somebody's own rule may raise
                 has = ""
                 if callable(problem.rule) and isinstance(e, KeyError):
                     has = f"; the row has {', '.join(problem.row):.300}"

@@ -19,6 +19,7 @@ from statistics import fmean
 import train
 from experiments.curves import COLOURS, PAGE, places
 from experiments.logs import CACHES, load, results
+from support.checkpoint import UNFINISHED
 from support.configurator import Arguments, make_folder
 from support.run import one_line_errors, tell
 
@@ -130,9 +131,9 @@ def draw(points, path):
         figure.supxlabel("held-out acceptance before training, 5th percentile; above: keys kept",
                          fontsize=8)
         figure.supylabel("held-out reward after training; small: single seeds", fontsize=8)
-        figure.savefig(path + ".tmp", dpi=200, format="png")
+        figure.savefig(path + UNFINISHED, dpi=200, format="png")
         pyplot.close(figure)
-    os.replace(path + ".tmp", path)
+    os.replace(path + UNFINISHED, path)
 
 
 def main(argv=None):

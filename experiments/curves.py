@@ -12,6 +12,7 @@ from statistics import fmean
 
 from experiments.logs import CACHES, LAST, MANY_SEEDS, over_seeds, series, smooth
 from experiments.ttest import interval
+from support.checkpoint import UNFINISHED
 from support.run import tell
 
 COLOURS = ["#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000",
@@ -172,6 +173,6 @@ def write_panels(path, panels, steps, **layout):
             for k, ax in axes.items():
                 label(ax, ends[k])
             fig.draw_without_rendering()
-        fig.savefig(path + ".tmp", dpi=200, format="png")
+        fig.savefig(path + UNFINISHED, dpi=200, format="png")
         plt.close(fig)
-    os.replace(path + ".tmp", path)
+    os.replace(path + UNFINISHED, path)

@@ -32,11 +32,12 @@ TINY = os.path.join(os.path.dirname(os.path.dirname(os.path.abspath(__file__))),
 RANGES = dict(group=(1, 10**6), max_new_tokens=(1, 10**9), temperature=(0, 100), seed=(0, 2**40))
 
 OF_A_RUN = ("evict", "budget", "spread", "window", "sinks", "pool", "response_budget", "period",
-            "template", "raw_text")
+            "template", "raw_text", "shots")
 
 
 def arguments(argv=None):
-    """-> namespace; of_the_run in it: what a run's settings were taken for, as text."""
+    """-> namespace; in it of_the_run: what a run's settings were taken for, as text; shots: how
+    many examples its prompts began with."""
     a = Arguments(prog="generate", description="generate under a compressed KV cache")
     a.add_argument("--prompt", required=True, help="what the user says")
     a.add_argument("--model", default=TINY, type=os.path.expanduser, help="a folder or a hub name")
@@ -60,12 +61,13 @@ def arguments(argv=None):
     a.add_argument("--pool", default=7, type=int, help="width of the votes' max-pooling, odd")
     a.add_argument("--response_budget", default=0, type=int, help="response keys kept; 0: all")
     a.add_argument("--period", default=128, type=int, help="steps between evictions of these")
+    a.set_defaults(shots=0)  # a run's alone
     asked = a.parse_args(argv)
     found = settings_of_run(asked.model, defaults=vars(asked))
     a.set_defaults(**found)
     asked = a.parse_args(argv)
     asked.of_the_run = " ".join(f"--{key}={value}" for key, value in found.items()
-                                if value is not False and value != ""
+                                if value is not False and value != "" and key != "shots"
                                 and getattr(asked, key) == value)
     return asked
 
@@ -117,6 +119,9 @@ def run(a):
     kept = fmean(len(head) for layer in r.kept[0] for head in layer)
     if a.of_the_run:
         texts.insert(0, f"[as in the run that saved it: {a.of_the_run}]")
+    if a.shots:
+        texts.insert(0, f"[{a.shots} answered examples stood before each prompt of the run that "
+                     f"saved it (--shots={a.shots}), none stand here]")
     return [*texts, f"[{len(ids)} prompt tokens, {kept:.5g} kept per layer and KV head "
             f"({a.evict}); KV bytes {r.kv['kept']:,}, dense {r.kv['dense']:,}]"]
 

@@ -19,6 +19,8 @@ import torch
 
 # writing
 
+UNFINISHED = ".smd-tmp"  # behind the name of what is being written; nobody's own file ends so
+
 def sync(path):
     """Make a file or a folder outlive a power cut."""
     if os.name == "nt":  # Windows opens no folders
@@ -33,7 +35,7 @@ def sync(path):
 def write_whole(path, write, previous=None):
     """write(temporary path), then rename: a crash, a kill or a full disk in the middle leaves what
     was there before. previous: a name under which that stays."""
-    tmp = path + ".tmp"
+    tmp = path + UNFINISHED
     try:
         write(tmp)
         sync(tmp)
@@ -50,7 +52,7 @@ def write_whole(path, write, previous=None):
 
 def keep_as(path, name):
     """Let `name` be what `path` is now; path is there all the time."""
-    tmp = name + ".tmp"
+    tmp = name + UNFINISHED
     remove(tmp)
     try:
         os.link(path, tmp)

@@ -77,6 +77,20 @@ def entry(raw, key, kind, default=None):
     return value
 
 
+def printable(text):
+    """Text on one line; control characters, which a terminal would obey, are escaped."""
+    return "".join(x if x.isprintable() else repr(x)[1:-1] for x in " ".join(text.splitlines()))
+
+
+def reason(e):
+    """What an exception of somebody's own says: its name and a short text, if it has one."""
+    try:
+        text = " ".join(str(e).split())
+    except Exception:
+        text = "its text cannot be made"
+    return printable(f"{type(e).__name__}: {text}"[:200].removesuffix(": "))
+
+
 def shown(value):
     """A value from outside for an error message: one line and short."""
     if isinstance(value, dict):

@@ -1,6 +1,7 @@
 """
 The files of a run: out_dir with its lock, log.jsonl, samples.txt, config.json, ckpt.pt, model/,
-best/, adapter/, adapter-best/ and tensorboard/; what a signal does; and what a run prints.
+best/, adapter/, adapter-best/ and tensorboard/; what a signal does; what a run prints; what others'
+code may do.
 
 The idea. A folder belongs to one run and one process; of several ranks (support/parallel.py) only
 rank 0 writes and prints. A checkpoint knows how long log and samples were when it was written, and
@@ -27,7 +28,7 @@ from support.checkpoint import (
     write_checkpoint,
     write_text,
 )
-from support.jsonfile import read_json, shown
+from support.jsonfile import printable, read_json, shown
 
 try:
     import fcntl
@@ -160,11 +161,37 @@ def one_line_errors(*kinds, also=None):
             line = f"{line[:1000]} ... {line[-900:]}"
         if also:
             line += also()
-        sys.exit(" ".join(line.splitlines()))
+        sys.exit(printable(line))
     except KeyboardInterrupt:
         sys.exit(130)
     finally:
         LAST.leave()
+
+
+# others' code, such as a reward
+
+def failures():
+    """What to catch where it is called and its failure is none of this program. A KeyboardInterrupt
+    too where a Run handles signals, as no Ctrl-C raises it there."""
+    kinds = (Exception, SystemExit)
+    if signal.getsignal(signal.SIGINT) != signal.default_int_handler:
+        kinds += (KeyboardInterrupt,)
+    return kinds
+
+
+@contextmanager
+def settings_kept():
+    """What somebody's own code sets in torch for all the process is set back: the run is not to
+    learn without gradients, or in another dtype."""
+    grad, dtype = torch.is_grad_enabled(), torch.get_default_dtype()
+    device = torch.get_default_device()
+    try:
+        yield
+    finally:
+        torch.set_grad_enabled(grad)
+        torch.set_default_dtype(dtype)
+        if torch.get_default_device() != device:
+            torch.set_default_device(None)
 
 
 # the machine
@@ -236,13 +263,18 @@ def read_beside(folder):
     return found
 
 
+def is_name(folder, name):
+    """Can this be a file's name in a folder? Not what leads out of it, nor a folder there."""
+    return (b"\0" not in os.fsencode(name) and os.path.basename(name) == name
+            and not os.path.isdir(os.path.join(folder, name)))
+
+
 def read_list(folder):
     """What write_model noted in a folder -> the step of the model there, None unless all of it is
     there; names of the files that a run wrote, the note's own last."""
     try:
         found = read_json(os.path.join(folder, LIST))
-        step, names = found["step"], [name for name in found["files"]
-                                      if os.path.basename(name) == name]
+        step, names = found["step"], [name for name in found["files"] if is_name(folder, name)]
     except (OSError, ValueError, KeyError, TypeError):
         return None, []
     if not all(os.path.isfile(os.path.join(folder, name)) for name in names):

@@ -6,7 +6,7 @@ names that they have there, by step. So a tracker never ends a run: what fails i
 run goes on without. A package is imported only if it is asked for.
 
 Steps that are done again after a kill are there once. TensorBoard drops what it has from the step
-that is resumed on; W&B keeps what it has, as it takes no earlier step. The evaluation before that
+that is resumed on; W&B keeps what it has, as it takes no earlier row. The evaluation before that
 step is not done again, so it is handed over again.
 
 Left out: texts, histograms, weights; W&B's own switches are its environment variables.
@@ -14,7 +14,8 @@ Left out: texts, histograms, weights; W&B's own switches are its environment var
 import importlib
 import os
 
-from support.run import LIST, read_list, tell
+from support.jsonfile import reason
+from support.run import LIST, failures, read_list, tell
 
 
 class TensorBoard:
@@ -36,7 +37,11 @@ class TensorBoard:
 
 
 class WandB:
-    """A run of W&B, whose id is part of a checkpoint; its own files are in out_dir/wandb."""
+    """A run of W&B, whose id is part of a checkpoint; its own files are in out_dir/wandb.
+
+    W&B takes rows in the order of a count that it calls a step. A step has up to two rows, an
+    evaluation and then its training, so that count is not the step: the step is a number among the
+    others, over which they are drawn."""
 
     def __init__(self, run):
         import wandb
@@ -44,10 +49,13 @@ class WandB:
             id=run.memory.get("wandb"), resume="allow", dir=run.c.out_dir, name=run.c.out_dir,
             config=vars(run.c), allow_val_change=True, settings=wandb.Settings(console="off"))
         run.memory["wandb"] = self.run.id
+        self.run.define_metric("step")
+        self.run.define_metric("*", step_metric="step")
 
     def log(self, step, numbers):
-        if step >= self.run.step:  # what it would ignore, with a warning each time
-            self.run.log(numbers, step=step)
+        count = 2 * step + ("reward" in numbers)  # of training, not of an evaluation
+        if count >= self.run.step:  # what it would ignore, with a warning each time
+            self.run.log(dict(numbers, step=step), step=count)
 
 
 TRACKERS = {"tensorboard": TensorBoard, "wandb": WandB}  # by the package that each needs
@@ -59,10 +67,9 @@ def check_tracker(name):
         return
     try:
         importlib.import_module(name)
-    except Exception as e:  # whatever a broken installation raises
-        why = " ".join(f"{type(e).__name__}: {e}".split())
+    except failures() as e:  # whatever a broken installation raises
         raise ValueError(f"tracker={name} needs the package {name} (pip install {name}); "
-                         f"--tracker=none does without: {why:.200}") from None
+                         f"--tracker=none does without: {reason(e)}") from None
 
 
 class Tracker:
@@ -87,7 +94,7 @@ class Tracker:
     def attempt(self, act, *args):
         try:
             act(*args)
-        except Exception as e:
+        except failures() as e:
             self.to = None
-            why = " ".join(f"{type(e).__name__}: {e}".split())
-            tell(f"{self.name} failed and gets no more numbers, log.jsonl has them all: {why:.200}")
+            tell(f"{self.name} failed and gets no more numbers, log.jsonl has them all: "
+                 f"{reason(e)}")

@@ -23,6 +23,8 @@ from collections import Counter
 
 import torch
 
+from support.checkpoint import UNFINISHED
+
 ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 STEPS = 4
 SETTINGS = ["--task=kv", "--prompt_tokens=64", "--max_new_tokens=5", "--budget=36", "--window=16",
@@ -141,7 +143,7 @@ class Cut:
             return "start-up", step
         if (kind, step) == ("eval", STEPS):
             return "end", step
-        if any(name.endswith(".tmp") for name in os.listdir(self.out)):
+        if any(name.endswith(UNFINISHED) for name in os.listdir(self.out)):
             return "checkpoint", step
         if os.path.exists(self.best) and not self.holds_step():
             return "best", step

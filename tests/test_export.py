@@ -178,6 +178,20 @@ def test_generate_takes_the_runs_template(saved, capsys):
     assert tokens[0] == tokens[1] + 2
 
 
+def test_generate_says_that_examples_are_missing(saved, capsys):
+    c = json.loads((saved / "config.json").read_text())
+    (saved / "config.json").write_text(json.dumps(dict(c, shots=3)))
+    lines = printed(capsys, f"--model={saved / 'model'}")
+    assert lines[0] == ("[3 answered examples stood before each prompt of the run that saved it "
+                        "(--shots=3), none stand here]")
+    assert lines[1].startswith("[as in the run") and "shots" not in lines[1]
+    (saved / "config.json").write_text(json.dumps(c))  # the control
+    assert printed(capsys, f"--model={saved / 'model'}") == lines[1:]
+    (saved / "config.json").write_text(json.dumps(dict(c, shots="3")))
+    with pytest.raises(SystemExit, match="config.json: shots expects int, got str '3'"):
+        printed(capsys, f"--model={saved / 'model'}")
+
+
 def test_generate_takes_text_as_it_stands(saved, capsys):
     """If asked to, or if the run did: "\\nAnswer:" is left out."""
     def tokens(*args):

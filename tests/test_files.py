@@ -82,6 +82,8 @@ def test_the_row_of_a_line(tmp_path):
     assert json.loads(line[:line.index(', "big"')] + "}") == {
         name: p.row[name] for name in ("prompt", "answer", "n", "f", "e")}
     assert p.where == f"{tmp_path}/a.jsonl:1"
+    rows = [dict(prompt=None, question="b", answer=1), dict(question=None, prompt="c", answer=1)]
+    assert [p.text for p in read_problems(write(tmp_path / "b.jsonl", rows))] == ["b", "c"]
 
 
 def test_a_chat_is_a_problem(tmp_path, chat):
@@ -283,15 +285,18 @@ def test_raw_text_is_verbatim(tmp_path, plain, chat):
 
 
 def test_settings_that_do_not_go_together():
-    good = dict(task="a.jsonl", eval_task="b.jsonl", shots=2)
+    good = dict(task="a.jsonl", eval_task="b.jsonl", shots=2, skip_long=True)
     check_files(SimpleNamespace(**good))
     check_files(SimpleNamespace(**dict(good, task="gsm8k:x")))
     for changes, say in ((dict(eval_task="b"), "eval_task 'b' must be a .jsonl file"),
                          (dict(task="kv4"), "eval_task=b.jsonl needs a task that is a file"),
                          (dict(task="kv4", eval_task=""), "shots=2 needs a task that is a file"),
+                         (dict(task="kv4", eval_task="", shots=0),
+                          "skip_long=True needs a task that is a file, got task=kv4, which is"),
                          (dict(eval_task="gsm8k:x"), "must be a .jsonl file")):
         with pytest.raises(ValueError, match=say):
             check_files(SimpleNamespace(**{**good, **changes}))
+    check_files(SimpleNamespace(task="kv4", eval_task="", shots=0, skip_long=False))
     with pytest.raises(ValueError, match="shots must be between 0 and 1000, got -1"):
         train.settings(["--shots=-1"])
 

@@ -14,6 +14,7 @@ import torch.nn.functional as F
 
 import model as model_file
 from model import Config, RMSNorm, Transformer, find_checkpoint, rope_frequencies, rotate_one
+from support.checkpoint import UNFINISHED
 
 transformers = pytest.importorskip("transformers")
 safetensors = pytest.importorskip("safetensors.torch")
@@ -407,6 +408,7 @@ CONFIG_ERRORS = {
         architectures=["LlamaForSequenceClassification"]),
     "auto_map": dict(auto_map=dict(AutoModelForCausalLM="modeling_mine.Mine")),
     "is_causal=false": dict(is_causal=False),
+    "layer_types has 3 entries, num_hidden_layers is 2": dict(layer_types=["full_attention"] * 3),
     r"sliding-window attention \(sliding_window=4096\)": dict(
         model_type="mistral", architectures=["MistralForCausalLM"], sliding_window=4096),
 }
@@ -418,12 +420,21 @@ CHANGES = dict(
     no_rope_layers=[1, 1, 1, 0], no_rope_layer_interval=4, rope_interleaved=True,
     attention_chunk_size=8192, sliding_window_pattern=6, num_local_experts=8, num_experts=128,
     use_mrope=True, use_qk_norm=True, attn_temperature_tuning=True, rope_local_base_freq=1e4,
-    use_bidirectional_attention=True, use_mup=True)
+    use_bidirectional_attention=True, use_mup=True, use_rope=False, norm_type="layer_norm",
+    position_embedding_type="alibi", rotary_pct=0.25, rope_pct=0.5, rotary_dim=64, rope_ratio=2.0,
+    hidden_activation="gelu", activation_function="relu", attn_output_gate=True,
+    use_parallel_residual=True, zero_centered_gamma=True, post_norm=True, num_kv_shared_layers=8,
+    lm_head_bias=True, attention_k_eq_v=True, compression_config=dict(bits=4),
+    pruned_heads={"0": [1]}, is_encoder_decoder=True, add_cross_attention=True, num_sink_tokens=4)
 HARMLESS = dict(
     embedding_multiplier=1.0, residual_multiplier=1, final_logit_softcapping=None, num_experts=0,
     rope_interleaved=False, use_mrope=False, no_rope_layers=[], sliding_window=4096,
     max_window_layers=21, chunk_size_feed_forward=0, is_llama_config=True, pretraining_tp=1,
-    is_causal=True, auto_map=None)
+    is_causal=True, auto_map=None, use_rope=True, position_embedding_type="rope", rotary_pct=1.0,
+    rope_pct=1, rotary_dim=None, rope_ratio=1.0, hidden_activation=None, norm_type="rms_norm",
+    activation_function="silu", attn_output_gate=False, use_parallel_residual=False,
+    num_kv_shared_layers=0, lm_head_bias=False, compression_config=None, pruned_heads={},
+    is_encoder_decoder=False, partial_rotary_factor=1.0, layer_types=["full_attention"] * 2)
 
 
 @pytest.mark.parametrize("key", CHANGES)
@@ -723,13 +734,13 @@ def test_saved_files_honour_the_umask_and_appear_whole(tmp_path, umask, monkeypa
     for name in ("model.safetensors", "config.json"):
         assert (tmp_path / "a" / name).stat().st_mode & 0o777 == 0o666 & ~umask
     # a disk that is full when config.json is written, then when the weights are
-    for name in ("config.json.tmp", "model.safetensors.tmp"):
-        os.mkdir(tmp_path / "a" / name)  # cannot be written to
+    for name in ("config.json", "model.safetensors"):
+        os.mkdir(tmp_path / "a" / f"{name}{UNFINISHED}")  # cannot be written to
         model.norm.weight.data.fill_(3)
-        whole = (tmp_path / "a" / name[:-4]).read_bytes()
-        with pytest.raises(OSError, match=f"could not write .*{name[:-4]}") as e:
+        whole = (tmp_path / "a" / name).read_bytes()
+        with pytest.raises(OSError, match=f"could not write .*{name}") as e:
             model.save_pretrained(tmp_path / "a")
-        assert "\n" not in str(e.value) and (tmp_path / "a" / name[:-4]).read_bytes() == whole
+        assert "\n" not in str(e.value) and (tmp_path / "a" / name).read_bytes() == whole
 
 
 @pytest.mark.parametrize("name, key", [

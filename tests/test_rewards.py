@@ -12,8 +12,8 @@ import torch
 from conftest import ROOT, read_checkpoint, read_log, share_of_digits, train_here
 from data.answers import RULES
 from data.files import read_problems
-from data.rewards import Own, earns, named_numbers, number, place
-from data.tasks import Problem, Problems, problem, reward
+from data.rewards import LARGEST, Own, earns, named_numbers, number, place
+from data.tasks import Problem, Problems, judge, problem, reward
 from data.tokenizer import Tokenizer
 from experiments import logs
 from support.jsonfile import shown
@@ -92,7 +92,8 @@ def test_numbers_that_a_function_returns():
             (None, "must be a finite number, got None"), (torch.ones(1), "got tensor"),
             (torch.tensor(float("nan")), "got nan"), (np.array(1j), "got 1j"),
             ("1", "got '1'"), ([1], r"got \[1\]"),
-            (float("nan"), "got nan"), (1e39, "got 1e.39"), ({}, "must hold the name 'reward'"),
+            (float("nan"), "got nan"), (1.1e15, "got 1100000000000000"),
+            ({}, "must hold the name 'reward'"),
             (dict(right=1), "must hold the name 'reward', got .'right'"),
             ({"reward": 1, "a b": 1}, "identifiers, got 'a b'"), ({"reward": 1, 2: 1}, "got 2"),
             (dict(reward=1, right="x"), "right must be a finite number, got 'x'"),
@@ -108,9 +109,9 @@ def test_numbers_that_a_function_returns():
     ("score = 5", "mine:score", "'score', it is 5"),
     ("def score(text): pass", "mine:score", r"score\(text\) must take \(row, text, tokens\)"),
     ("x = (1,\n", "mine:score", "cannot import mine .*SyntaxError.*, line 1"),
-    ("x = 1\nx = 1 / 0", "mine:score", r"ZeroDivisionError division by zero \(.*mine.py:2\)"),
+    ("x = 1\nx = 1 / 0", "mine:score", r"ZeroDivisionError: division by zero \(.*mine.py:2\)"),
     ("import nobodys_module", "mine:score", "No module named 'nobodys_module'"),
-    ("exit(3)", "mine:score", "SystemExit 3"),
+    ("exit(3)", "mine:score", "SystemExit: 3"),
     ("", "nobodys:score", "cannot import nobodys .*No module named 'nobodys'"),
     ("", "mine:", "unknown reward 'mine:': one of auto, exact"), ("", "boxd", "unknown reward"),
     ("", "a b:c", "unknown reward"), ("", ":score", "unknown reward"),
@@ -200,10 +201,11 @@ def test_what_is_logged(mine, tmp_path, monkeypatch):
     assert read_log(f"{tmp_path}/half")[1][0]["reward"] == pytest.approx(steps[0]["reward"] / 2)
 
 
-def test_a_dry_run_asks_it_too(mine, capsys, monkeypatch):
-    """With examples and held-out problems from files; nothing is written."""
+def test_a_dry_run_does_not_ask_it(mine, capsys, monkeypatch):
+    """As it has no text to judge. With examples and held-out problems from files; nothing is
+    written."""
     monkeypatch.setattr("gc.collect", lambda: 0)  # most of its time
-    mine(SCORE)
+    mine(SCORE.replace("row['prompt']", "text.split()[0]"))
     for name, at in (("some", 0), ("others", 50)):
         with open(f"{name}.jsonl", "w") as f:
             for i in range(at, at + 12):
@@ -213,9 +215,49 @@ def test_a_dry_run_asks_it_too(mine, capsys, monkeypatch):
     printed = capsys.readouterr().out
     assert "reward by mine:score" in printed and "\nnothing was written\n" in printed
     assert sorted(os.listdir()) == ["mine.py", "others.jsonl", "some.jsonl"]
-    mine(SCORE.replace("row['prompt']", "row['text']"))  # control
-    with pytest.raises(SystemExit, match="held-out problem 0 .*KeyError: 'text'"):
-        train_here(*ask, "--dry_run=True", "--out_dir=nowhere")
+    mine(SCORE.replace("row['prompt']", "row['text']"))
+    with pytest.raises(SystemExit, match="held-out problem 0 .*KeyError: 'text'"):  # control
+        train_here(*ask, "--out_dir=somewhere")
+
+
+@pytest.mark.parametrize("what, value, before", [
+    ("grad_enabled", "False", True), ("default_dtype", "torch.float64", torch.float32),
+    ("default_device", "'meta'", torch.device("cpu"))])
+def test_what_it_sets_in_torch_is_set_back(what, value, before, mine, tmp_path):
+    """Whether it does so when it is imported or when it is called: the run is the same."""
+    def now():
+        return dict(grad_enabled=torch.is_grad_enabled(), default_dtype=torch.get_default_dtype(),
+                    default_device=torch.get_default_device())[what]
+
+    mine(SCORE)
+    train_here("--reward=mine:score", "--steps=1", f"--out_dir={tmp_path}/plain")
+    sets = f"import torch\ntorch.set_{what}({value})\n"
+    mine(sets + SCORE.replace("    digits", f"    torch.set_{what}({value})\n    digits"))
+    train_here("--reward=mine:score", "--steps=1", f"--out_dir={tmp_path}/sets")
+    assert now() == before and read_log(f"{tmp_path}/sets") == read_log(f"{tmp_path}/plain")
+    exec(sets)
+    assert now() != before  # the control
+    torch.set_grad_enabled(True)
+    torch.set_default_dtype(torch.float32)
+    torch.set_default_device(None)
+
+
+def test_a_real_interrupt_is_no_failure(mine):
+    """Where no run handles signals, as while a dry run lasts."""
+    mine("def score(row, text, tokens): raise KeyboardInterrupt")
+    with pytest.raises(KeyboardInterrupt):
+        judge([Problem("file", "?", "1", rule=Own("mine:score"))], [["a"]], "training", first=0,
+              tokens=[[[1]]])
+
+
+def test_large_rewards(mine, tmp_path):
+    """The largest that counts does not overflow in any sum; its mean is what is logged."""
+    mine(f"def score(row, text, tokens): return {LARGEST} * (-1) ** len(text)")
+    train_here("--reward=mine:score", "--steps=1", f"--out_dir={tmp_path}/out")
+    evals, (step,) = read_log(f"{tmp_path}/out")
+    assert abs(step["reward"]) <= LARGEST and step["grad_norm"] < 100
+    total = torch.tensor([LARGEST] * 1000).square().sum()
+    assert total.isfinite() and not torch.tensor([1e30] * 2).square().sum().isfinite()
 
 
 def test_the_stop_token_is_given(mine, tmp_path):
@@ -235,19 +277,26 @@ def test_the_stop_token_is_given(mine, tmp_path):
     assert step["reward_inside"] == 0
 
 
-FAILS = ("N = 0\ndef score(row, text, tokens):\n    global N\n    N += 1\n    if N == {}:\n"
+FAILS = ("N = 0\nOdd = type('Odd', (Exception,), dict(__str__=None))\n"
+         "def score(row, text, tokens):\n    global N\n    N += 1\n    if N == {}:\n"
          "        {}\n    return sum(map(str.isdigit, text)) / max(1, len(text))\n")
 
 
 # 8 responses in the evaluations before steps 0 and 2, 8 in a step
 @pytest.mark.parametrize("n, bug, where, say", [
-    (8 + 8 + 2, "row['level']", "training problem 2", r"raised KeyError: 'level' \(.*mine.py:6\); "
+    (8 + 8 + 2, "row['level']", "training problem 2", r"raised KeyError: 'level' \(.*mine.py:7\); "
      "the row has prompt, answer"),
     (8 + 8 + 5, "return None", "training problem 3", "must be a finite number, got None"),
     (8 + 8 + 8, "return dict(reward=1, x=1)", "training problem 3",
      "has the names reward, x, before it had reward: must be the same in each call"),
     (8 + 16 + 3, "raise SystemExit(2)", "held-out problem 2",
-     r"raised SystemExit: 2 \(.*mine.py:6\)")])
+     r"raised SystemExit: 2 \(.*mine.py:7\)"),
+    (8 + 16 + 3, "raise KeyboardInterrupt", "held-out problem 2",
+     r"raised KeyboardInterrupt \(.*mine.py:7\)"),
+    (8 + 8 + 2, "raise Odd", "training problem 2",
+     r"raised Odd: its text cannot be made \(.*mine.py:7\)"),
+    (8 + 8 + 2, r"raise ValueError('a\x1b[2J\nb')", "training problem 2",
+     r"raised ValueError: a\\x1b\[2J b \(.*mine.py:7\)")])
 def test_a_function_that_fails_loses_nothing(n, bug, where, say, mine, tmp_path, capsys):
     """What was learned before is saved; the run goes on at that very step and ends as one that
     never failed."""

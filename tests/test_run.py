@@ -29,7 +29,7 @@ from conftest import (
     train_here,
 )
 from objectives.dpo import DPO
-from support.checkpoint import write_checkpoint, write_whole
+from support.checkpoint import UNFINISHED, write_checkpoint, write_whole
 from support.metrics import Metrics
 from support.run import choose_device, hold, tell
 
@@ -239,6 +239,40 @@ def test_foreign_files_stay(finished, tmp_path):
     (linked / "notes.txt").write_text("mine")
     train_here("--steps=1", "--eval_every=9", f"--out_dir={linked}", "--overwrite=True")
     assert (linked / "notes.txt").read_text() == "mine"
+
+
+@pytest.mark.parametrize("name", ["..", ".", "", "sub", "a/b", "nul\0", "\ud800", 5])
+def test_a_list_that_names_no_file(name, finished, tmp_path):
+    """It is not removed, and is no reason to stop half-way. A list of other things is none: the
+    run whose files it names is refused, and whole."""
+    out = tmp_path / "out"
+    shutil.copytree(finished[0], out)
+    (out / "model" / "sub").mkdir()
+    found = json.loads((out / "model" / "run.json").read_text())
+    found["files"].insert(0, name)
+    (out / "model" / "run.json").write_text(json.dumps(found))
+    ask, before = ["--steps=1", "--overwrite=True", f"--out_dir={out}"], times(out)
+    if name in ("\ud800", 5):
+        with pytest.raises(SystemExit, match="holds model/.*, which no run of this program"):
+            train_here(*ask)
+        assert times(out) == before
+    else:
+        train_here(*ask)
+        assert times(out) != before and len(read_log(out)[1]) == 1
+    assert (out / "model" / "sub").is_dir()
+
+
+def test_files_that_look_unfinished_stay(finished, tmp_path):
+    """Somebody's own that end with .tmp; what a run that was killed left so is written over."""
+    out = tmp_path / "out"
+    shutil.copytree(finished[0], out)
+    mine = [out / f"{name}.tmp" for name in ("ckpt.pt", "ckpt-previous.pt", "config.json")]
+    for path in mine:
+        path.write_text("mine")
+    left = out / f"ckpt.pt{UNFINISHED}"
+    left.write_text("half")
+    train_here("--steps=1", "--overwrite=True", f"--out_dir={out}")
+    assert all(path.read_text() == "mine" for path in mine) and not left.exists()
 
 
 def test_modes_and_home(tmp_path, monkeypatch):
@@ -480,7 +514,7 @@ def test_full_disk(tmp_path):
     assert errors[0].endswith(f"{out}/ckpt.pt holds step 1\n") and errors[0].count("\n") == 1
     assert before.splitlines()[-1].startswith("step ")
     assert read_checkpoint(out)["step"] == 1
-    assert not os.path.exists(os.path.join(out, "ckpt.pt.tmp"))
+    assert not os.path.exists(os.path.join(out, "ckpt.pt" + UNFINISHED))
 
 
 @pytest.mark.parametrize("damage", ["half", "empty", "text", "start", "bit", "gone"])

@@ -420,11 +420,11 @@ def test_reading_a_file(tmp_path):
 
 
 def test_json_numbers_stay_what_is_written(tmp_path):
-    lines = ["0.00001", "1e-05", "1E400", "-0.10", "1" * 5000, "9007199254740993", "7"]
+    lines = ["0.00001", "1e-05", "1E300", "-0.10", "1" * 5000, "9007199254740993", "7"]
     path = write_lines(tmp_path / "a.jsonl", [
         f'{{"prompt": "{i}", "answer": {n}}}' for i, n in enumerate(lines)])
     answers = [p.answer for p in read_problems(path)]
-    assert answers == ["0.00001", "0.00001", "1E+400", "-0.10", "1" * 5000, "9007199254740993", "7"]
+    assert answers == ["0.00001", "0.00001", "1E+300", "-0.10", "1" * 5000, "9007199254740993", "7"]
     assert score("file", answers[5], "9007199254740993") == 1.0
     assert score("file", answers[5], "9007199254740992") == 0.0  # the nearest float
 
@@ -441,6 +441,12 @@ def test_json_numbers_stay_what_is_written(tmp_path):
       ("true", "false", "null", "[1]", "{}", '""', '" "')),
     *((f'{{"prompt": "y", "answer": {answer}}}', "is not JSON") for answer in
       ("NaN", "Infinity", "-Infinity", "1e9999999999999999999")),
+    *((f'{{"prompt": "y", "answer": 1, "deep": [{{"x": {x}}}]}}', r"1E\+400 is out of range$")
+      for x in ("1e400", "-1e400")),
+    ('{"prompt": "x", "prompt": "y", "answer": 1}', "key 'prompt' is there twice$"),
+    ('{"prompt": "x", "answer": 1, "deep": {"a": 1, "a": 1}}', "key 'a' is there twice$"),
+    ('{"prompt": "x", "question": "y", "answer": 1}', 'has a "prompt" and a "question": which'),
+    ('{"prompt": null, "question": null, "answer": 1}', "needs a non-empty"),
     *((f'{{"prompt": "y", "answer": "{answer}"}}', "no text can match") for answer in
       ("...", "?!", "( )", "<think>5", "5</think>", "1e99999999999999999999")),
     (r'{"prompt": "\ud83d", "answer": "1"}', "surrogate"),

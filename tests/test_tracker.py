@@ -62,7 +62,8 @@ def tensorboard(monkeypatch):
 
 @pytest.fixture
 def wandb(monkeypatch):
-    """Stands for wandb: its server keeps runs by id, and takes no step before the last."""
+    """Stands for wandb: its server keeps runs by id, and takes no step before the last; what is
+    drawn over what is said beforehand."""
     module = ModuleType("wandb")
     module.runs, module.asked, module.ignored = {}, [], 0
 
@@ -70,6 +71,10 @@ def wandb(monkeypatch):
         def __init__(self, id):
             self.id, self.rows = id, module.runs.setdefault(id, {})
             self.step = max(self.rows) + 1 if self.rows else 0
+            self.axes = []
+
+        def define_metric(self, name, step_metric=None):
+            self.axes.append((name, step_metric))
 
         def log(self, numbers, step):
             if step < self.step:
@@ -80,7 +85,8 @@ def wandb(monkeypatch):
 
     def init(id, **options):
         module.asked.append(dict(options, id=id))
-        return Run(id or f"run{len(module.runs)}")
+        module.run = Run(id or f"run{len(module.runs)}")
+        return module.run
 
     module.init, module.Settings = init, lambda **options: options
     monkeypatch.setitem(sys.modules, "wandb", module)
@@ -144,12 +150,32 @@ def test_wandb_shows_the_log(wandb, tmp_path, monkeypatch):
     assert read_checkpoint(out)["memory"]["wandb"] == "run0" and wandb.ignored == 0
     assert wandb.asked[0]["resume"] == "allow" and wandb.asked[0]["dir"] == out
     assert wandb.asked[0]["config"]["budget"] == 24
-    rows = wandb.runs["run0"]
+    assert wandb.run.axes == [("step", None), ("*", "step")]
+    rows = wandb.runs["run0"].values()
     for name in ("reward", "gap", "eval_compressed", "eval_dense", "lr"):
-        assert [(s, r[name]) for s, r in rows.items() if name in r] == logged(out, name)
-    assert not any("texts" in r or "step" in r for r in rows.values())
+        assert [(r["step"], r[name]) for r in rows if name in r] == logged(out, name)
+    assert not any("texts" in r for r in rows)
     train_here("--tracker=wandb", "--steps=1", "--overwrite=True", f"--out_dir={out}")
     assert list(wandb.runs) == ["run0", "run1"]  # the control: another run is another one
+
+
+def test_wandb_shows_the_step_that_is_resumed_on(wandb, tmp_path, monkeypatch):
+    """A run that ends after an evaluation has shown that alone of its step; the training of it
+    comes with the resume. An evaluation that is handed over again is ignored before it is sent."""
+    out = str(tmp_path / "out")
+    often = ["--tracker=wandb", f"--out_dir={out}", "--eval_every=1", "--save_every=1"]
+    train_here(*often, "--steps=2")
+    train_here(*often, "--steps=3", "--resume=True")
+    rows = wandb.runs["run0"].values()
+    for name, steps in (("reward", [0, 1, 2]), ("eval_compressed", [0, 1, 2, 3])):
+        shown = [(r["step"], r[name]) for r in rows if name in r]
+        assert shown == logged(out, name) and [step for step, _ in shown] == steps
+    assert wandb.ignored == 0
+    # the control: counted by the step, the training of step 2 comes too late
+    steps = wandb.init("run9", dir=out)
+    steps.log(dict(eval_compressed=0.5), step=2)
+    wandb.init("run9", dir=out).log(dict(reward=0.5), step=2)
+    assert wandb.ignored == 1
 
 
 def test_a_run_is_the_same_with_a_tracker(tensorboard, finished, tmp_path):
@@ -185,6 +211,22 @@ def test_a_tracker_that_fails_ends_nothing(tensorboard, wandb, finished, tmp_pat
     assert shown(tmp_path / "tensorboard" / "tensorboard")["reward"][-1][0] == 0
 
 
+@pytest.mark.parametrize("e, said", [
+    (SystemExit(3), "SystemExit: 3"), (KeyboardInterrupt(), "KeyboardInterrupt"),
+    (type("Odd", (Exception,), dict(__str__=None))(), "Odd: its text cannot be made"),
+    (ValueError("a\x1b[2J"), "ValueError: a\\x1b[2J")])
+def test_whatever_a_tracker_raises_ends_nothing(e, said, wandb, finished, tmp_path, capsys):
+    def fails(**options):
+        raise e
+
+    wandb.init = fails
+    train_here("--tracker=wandb", f"--out_dir={tmp_path}/out")
+    lines = capsys.readouterr().out.splitlines()
+    assert [line for line in lines if "failed" in line] == [
+        f"wandb failed and gets no more numbers, log.jsonl has them all: {said}"]
+    assert read_log(tmp_path / "out") == read_log(finished[0])
+
+
 @pytest.mark.parametrize("name", ["tensorboard", "wandb"])
 def test_a_package_that_is_missing_is_refused(name, tmp_path, monkeypatch):
     """Before out_dir is touched; so is one that is broken, and another name."""
@@ -195,6 +237,9 @@ def test_a_package_that_is_missing_is_refused(name, tmp_path, monkeypatch):
     assert str(e.value).startswith(f"error: tracker={name} needs the package {name} (pip install "
                                    f"{name}); --tracker=none does without: ModuleNotFoundError")
     assert "\n" not in str(e.value) and not out.exists()
+    monkeypatch.setattr("importlib.import_module", lambda name: sys.exit(3))
+    with pytest.raises(SystemExit, match="error: tracker=.*does without: SystemExit: 3$"):
+        train_here(f"--tracker={name}", f"--out_dir={out}")
     with pytest.raises(SystemExit, match="tracker must be one of none, tensorboard, wandb, got"):
         train_here("--tracker=mlflow", f"--out_dir={out}")
     assert not out.exists()

@@ -291,6 +291,13 @@ def test_elsewhere_lines_are_plain(terminal, monkeypatch):
     assert pretends.getvalue() == f"\r{STEP[:65]} | eta 3.1 min"
 
 
+def test_an_error_leaves_the_terminal_alone():
+    """Its control characters are shown, not obeyed; letters of any script stay."""
+    with pytest.raises(SystemExit) as e, one_line_errors(ValueError):
+        raise ValueError("a\x1b[2J\x07\r\nb é 日")
+    assert str(e.value) == r"error: a\x1b[2J\x07 b é 日"
+
+
 @pytest.mark.parametrize("e", [ValueError("x"), KeyboardInterrupt(), RuntimeError("x")])
 def test_what_ends_a_program_begins_on_a_fresh_line(e, terminal, monkeypatch):
     monkeypatch.setattr(sys, "stdout", terminal.stream)
