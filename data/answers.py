@@ -30,8 +30,8 @@ NUMBER = re.compile(
     rf"(?:(?:(?P<times>{DIGITS})\s*[x×·*]\s*)?(?P<base>{DIGITS})\s*\^(?P<power>[-+]?\d+)"
     rf"|(?P<digits>{DIGITS})(?:[eE](?P<exponent>[-+]?\d+))?)", re.ASCII)
 # what may stand between alternatives, "41, or maybe 42"
-OFFER = (r"(?:[\s.,;?、/|&*×·()\-–—$`'\"{}\\]|or|and|maybe|perhaps|possibly|rather|else|vs|versus|"
-         r"\\(?:text|mbox|quad|qquad)[a-z]*(?![a-z]))*")
+OFFER = (r"(?:\.(?!\s*\n)|[\s,;?、/|&*×·()\-–—$`'\"{}\\]|or|and|maybe|perhaps|possibly|rather|"
+         r"else|vs|versus|\\(?:text|mbox|quad|qquad)[a-z]*(?![a-z]))*")
 HEDGE = re.compile(rf"{OFFER}|\}}{OFFER}\\boxed{OFFER}")
 # minus, hyphens, en dash -> the ASCII sign; fractions' strokes -> a slash
 SIGNS = dict.fromkeys(map(ord, "\u2212\u2010\u2011\u2013\ufe63\uff0d"), "-")
@@ -70,7 +70,7 @@ MARKED = [(re.compile(pattern), new) for pattern, new in (
     (r"(?<![\d:])\d+(?:(?::| : )\d+)+|(?<![\d.])\d+(?:\.\d+){2,}|(?<![\d.,])0\.\s(?=\d)", ODD),
     (rf"[-+] ?[-+] ?(?=[.\d])|±\s*|(?<=\w )—{AHEAD}", ODD),
     # a part of one: 1/2, 2\pi, 42_{8}, 42k, $42!$, 42x, 42 + x, x + 42
-    (rf"/[\s({{]*[$€£]?(?=\.?\d)|\s*\\over(?![A-Za-z])\s*|(?<=\d) over (?=\d)|(?<=\}})\{{{AHEAD}",
+    (rf"/[\s({{]*[$€£]?(?=\.?\d)|\\over(?![A-Za-z])\s*|(?<=\d) over (?=\d)|(?<=\}})\{{{AHEAD}",
      ODD),
     (rf"(?<=\d)\s*{ROOT}|{ROOT}[ ({{×]*{AHEAD}", ODD),
     (r"(?<=\d)(?:_\{[^{}]*\}|\s?(?:[kK]|bn|mn)(?![A-Za-z])|!(?=\s*(?:[$}=]|\\[)\]])))", ODD),
@@ -89,10 +89,11 @@ CHANGE = (rf"(?:{SCALE}|or|and|to|of|more|less|not?|never|wrong|false|incorrect|
           r"times|over|under|above|below|divided|multiplied|negative|base|mod|root|power)")
 # in a box a number may have a name before it and a unit behind, words or one of five letters
 WORD = r"(?:[A-Za-z]{2,}|(?-i:[mgshL])(?![A-Za-z]))"
-NOUN = rf"(?![^{{}}]*\b{CHANGE}\b){WORD}(?:[ ./-]{{1,2}}{WORD})*\.?"
+NOUN = rf"(?=[A-Za-z])(?![A-Za-z ./-]*\b{CHANGE}\b){WORD}(?:[ ./-]{{1,2}}{WORD})*\.?"
+SPACE = r"(?:\s|~|\\[,;:! ])"
 UNIT = re.compile(rf"^\s*[A-Za-z]\s*=|\^\{{?\\circ\}}?(?:\s*(?:\\(?:text|mathrm)\{{)?[CF]\}}?$)?|"
-                  rf"(?<=\d)(?:(?:\s|~|\\[,;:! ])*\\(?:mbox|text\w*|mathrm)\{{[\s~]*{NOUN}\s*\}}"
-                  rf"(?:\^\{{?[23]\}}?)?|(?:\s|~|\\[,;:! ])+{NOUN})\s*$", re.IGNORECASE)
+                  rf"(?<=\d)(?:{SPACE}{{0,9}}\\(?:mbox|text\w*|mathrm)\{{[\s~]*{NOUN}\s*\}}"
+                  rf"(?:\^\{{?[23]\}}?)?|{SPACE}{{1,9}}{NOUN})\s*$", re.IGNORECASE)
 # what makes a box, here ODD, a part of something: -(\boxed{4}), 2*\boxed{4}, A\boxed{4},
 # \sqrt{\boxed{4}}; \boxed{4}x, \boxed{4},000, \boxed{4} + 1, \boxed{4} million
 OPEN, CLOSE = r"(?:[\s$(]|\\[(\[])*", r"(?:[^\S\n]|[$)]|\\[)\]])*"
@@ -256,7 +257,7 @@ def boxed(text, gold):
             plain(text[:found[-1][1]]) + ODD + plain(text[found[-1][2]:])):
         return False
     for i, (content, _, end) in enumerate(found[::-1]):
-        if i and not HEDGE.fullmatch(text[end:found[-i][1]].casefold()):
+        if i and not HEDGE.fullmatch(" ".join(text[end:found[-i][1]].casefold().split())):
             break
         if not in_box(content, gold):
             return False
