@@ -4,13 +4,16 @@ What a response says: the rules by which rewards compare it with a gold answer.
 The idea. A rule maps (text, gold answer) to True or False, or to the fraction that is right.
 Numbers are compared by value, so what LaTeX and typography do to them is undone first (`plain`);
 anything else is compared word for word, letters and units too. A policy finds whatever is paid by
-mistake. So a number that cannot be read as a whole (2^n, 12:30, 2½) counts as one of unknown value:
-it is never right, and never lets a part of itself be right.
+mistake. So a number that cannot be read as a whole (2^n, 12:30, 2½, 1/2, 42k, 42x, \\sqrt{42})
+counts as one of unknown value: it is never right, and never lets a part of itself be right.
 
-Left out: arithmetic (1/2 is not 0.5), numbers in words (42 million counts as 42), digits of other
-scripts, choosing among several answers, and what a sentence means: "\\boxed{42} is wrong" is a box
-with 42, "not Paris" contains Paris, and so does a list of all cities. So take `contains` for
-answers that nobody lists. tests/test_answers.py has a table of what each rule is fooled by.
+Left out: arithmetic (1/2 is not 0.5, and no two ways to write a formula are one, but for brackets
+around fractions), numbers in words (42 million counts as 42), digits of other scripts, choosing
+among several answers, and what a sentence means: "\\boxed{42} is wrong" is a box with 42, "not
+Paris" contains Paris, and so does a list of all cities. So take `contains` for answers that nobody
+lists. A unit in a box is any word that is not known to change the number. "Answer - \\boxed{42}" is
+minus 42, "41: 42" is 42, and a product such as (2)\\boxed{42} is not seen. tests/test_answers.py
+has a table of what each rule is fooled by.
 """
 import re
 import unicodedata
@@ -56,9 +59,10 @@ PLAIN = [(re.compile(pattern), new) for pattern, new in (
     (rf"(?:(?<=[=:])|(?<=\bis)|(?<=\bare)|(?<=\bbe)|(?<=\bget)|(?<=\bequals))"
      rf"[^\S\n]*-[^\S\n]+(?={MONEY}?\s?[.\d]|\\boxed)", " -"))]
 # a fraction whose parts are one factor each needs no brackets: x^2/3, but (x+1)/(2y)
-FRACTION = re.compile(r"([\w^/.)]?)\\[dtc]?frac\{([^{}]*)\}\{([^{}]*)\}(?=([\d^!]?))")
+FRACTION = re.compile(r"([\d^/.]?)\\[dtc]?frac\{([^{}]*)\}\{([^{}]*)\}(?=([\d^!]?))")
 PRODUCT, FACTOR = r"-?[\w\\.^]+", r"(?:\d+(?:\.\d+)?|[A-Za-z]|\\[A-Za-z]+)(?:\^\w)?"
 ROOT = r"(?:\\?(?<![A-Za-z])(?:pi|sqrt)(?![A-Za-z])|[π√])"
+FUNCTION = r"\\(?:log|ln|sin|cos|tan)(?![A-Za-z])"
 AHEAD = r"(?=[$€£]?\.?\d)"
 MARKED = [(re.compile(pattern), new) for pattern, new in (
     (rf"-\$?(?:{MONEY}\s*|\\boxed\s*\{{\s*)(?=\.?\d)", "-"),
@@ -72,7 +76,7 @@ MARKED = [(re.compile(pattern), new) for pattern, new in (
     # a part of one: 1/2, 2\pi, 42_{8}, 42k, $42!$, 42x, 42 + x, x + 42
     (rf"/[\s({{]*[$€£]?(?=\.?\d)|\\over(?![A-Za-z])\s*|(?<=\d) over (?=\d)|(?<=\}})\{{{AHEAD}",
      ODD),
-    (rf"(?<=\d)\s*{ROOT}|{ROOT}[ ({{×]*{AHEAD}", ODD),
+    (rf"(?<=\d)\s*{ROOT}|(?:{ROOT}|{FUNCTION})[ ({{×]*{AHEAD}", ODD),
     (r"(?<=\d)(?:_\{[^{}]*\}|\s?(?:[kK]|bn|mn)(?![A-Za-z])|!(?=\s*(?:[$}=]|\\[)\]])))", ODD),
     (r"(?<=\d)\s*(?:[-+*/×·]\s*)?[xyzn](?![A-Za-z\d])(?!\s*[$€£(]?\d)", ODD),
     (rf"(?<![A-Za-z\\])[xyzn]\s*[-+*/×·]\s*{AHEAD}", ODD),
@@ -82,11 +86,10 @@ MARKED = [(re.compile(pattern), new) for pattern, new in (
 LOOKS = re.compile(r"\\(?:left|right|displaystyle)(?![A-Za-z])|\\[,;:! ]|(?<=^-)\s+")
 WRAP = re.compile(r"(?:\\(?:boxed|mbox|text\w*|math\w+)|^)\{([^{}]*)\}")
 # words that make another number of the one before them, or that deny it
-SCALE = (r"(?:(?:hundred|thousand|million|billion|trillion|lakh|crore|dozen)s?|bn|mn|half|halves|"
-         r"thirds|quarters|fourths|fifths|sixths|eighths|tenths|hundredths|thousandths|squared|"
-         r"cubed|factorial|pi)")
+SCALE = (r"(?:(?:hundred|thousand|million|billion|trillion|lakh|crore|dozen|ten)(?:s|ths?)?|bn|mn|"
+         r"half|halves|thirds|quarters|fourths|fifths|sixths|eighths|squared|cubed|factorial|pi)")
 CHANGE = (rf"(?:{SCALE}|or|and|to|of|more|less|not?|never|wrong|false|incorrect|is|isn|plus|minus|"
-          r"times|over|under|above|below|divided|multiplied|negative|base|mod|root|power)")
+          r"times|over|under|above|below|divided|multiplied|negative|base|mod|root|power|log|ln)")
 # in a box a number may have a name before it and a unit behind, words or one of five letters
 WORD = r"(?:[A-Za-z]{2,}|(?-i:[mgshL])(?![A-Za-z]))"
 NOUN = rf"(?=[A-Za-z])(?![A-Za-z ./-]*\b{CHANGE}\b){WORD}(?:[ ./-]{{1,2}}{WORD})*\.?"
@@ -99,12 +102,12 @@ UNIT = re.compile(rf"^\s*[A-Za-z]\s*=|\^\{{?\\circ\}}?(?:\s*(?:\\(?:text|mathrm)
 OPEN, CLOSE = r"(?:[\s$(]|\\[(\[])*", r"(?:[^\S\n]|[$)]|\\[)\]])*"
 GLUED = re.compile(
     rf"(?:[-+/^×]|(?i:\bminus|\bnegative)|(?:[\d)\]}}]|(?<![A-Za-z])[A-Za-z])\s?\*|\d\s?x"
-    rf"|\\(?:pm|mp|div|sqrt|log|ln|sin|cos|tan)){OPEN}{ODD}"
-    rf"|(?:\d\.?|(?<![A-Za-z\\])[A-Za-z]){ODD}"
+    rf"|\\(?:pm|mp|div|sqrt)|{FUNCTION}){OPEN}{ODD}"
+    rf"|(?:\d[.(]?|(?<![A-Za-z\\])[A-Za-z]){ODD}"
     rf"|(?:\\(?!text|mbox|math|underline)[A-Za-z]+|[\]}}^_])\s*\{{[^{{}}]*{ODD}"
     rf"|{ODD}(?:[\d^/{{]|(?:[.,'’]|\\[,;:! ])\d|[A-Za-z](?![A-Za-z]))"
     rf"|{ODD}{CLOSE}(?:[-+*/×]\s*(?:[\d.($]|[b-zB-HJ-Z](?![\w'’])|\\(?:frac|sqrt|pi))"
-    rf"|×|\\(?:pm|div|sqrt|pi|frac)(?![A-Za-z])|(?i:{SCALE})\b)")
+    rf"|[×^]|\\(?:pm|div|sqrt|pi|frac)(?![A-Za-z])|(?:\\text\s?\{{\s?)?(?i:{SCALE})\b)")
 # a letter that may be a choice: no part of a word, name or formula (AB, A's, C++, A.M., F(x)), no
 # article or pronoun (a dog, I think)
 ONE = (r"(?<![\w'’])(?:\(([A-J])\)|\[([A-J])\]"
@@ -125,14 +128,16 @@ LISTED = re.compile(rf"^[^\w\n]*{ONE}(?:(?<=[)\]])|[.:]| -|, ?(?:because|since))
 DENIED = re.compile(
     r"(?:\b(?:not|cannot|never|wrong|incorrect|except|nobody|no one|neither|nor)\b|n['’]t\b"
     r"|(?<!\bno )(?<!\ba )(?<!\bany )(?<!without )\bdoubt)[^.!?\n,;:]*$"
-    r"|\b(?:worst|false|eliminated|excluded|rejected)\s{0,9}$", re.IGNORECASE)
+    r"|\b(?:worst|false|eliminated|excluded|rejected|least likely|rul(?:e|ed) out)\s{0,9}$",
+    re.IGNORECASE)
 TAKEN_BACK = re.compile(r"\W*(?:is|was|seems|looks)(?:n['’]t|\s+(?:\w+\s+)?"
                         r"(?:not|never|wrong|false|incorrect))\b", re.IGNORECASE)
 NAMED = re.compile(r"(?<!['’\w])(?!(?-i:[aAiI])[^\S\n]+(?!or\b|and\b)(?-i:[a-z]))([A-J])(?!['’\w])",
                    re.IGNORECASE)
 BESIDE = re.compile(r"(?:\W|\b(?:or|and|maybe|perhaps|possibly|else|also|either|both|but|it|could|"
                     r"might|may|be|is|the|correct|answer|option|choice)\b)*", re.IGNORECASE)
-OR_ELSE = re.compile(r".*\b(?:or|and|rather|vs|versus|no|wait|actually)\b\W*", re.IGNORECASE)
+OR_ELSE = re.compile(r".*\b(?:or|and)\b\W*", re.IGNORECASE)
+INSTEAD = re.compile(r".*\b(?:rather|vs|versus|no|wait|actually)\b\W*", re.IGNORECASE)
 DRESS = re.compile(
     r"[*`$\"“”]|^#+|\\[ ()[\]]|(?<!\w)_|_(?!\w)|</?answer>"
     r"|(?<!\w)['‘](?=[A-J]['’])|(?<=['‘][A-J])['’](?!\w)", re.MULTILINE)
@@ -225,8 +230,8 @@ def core(gold):
     gold = words(gold)
     if not gold.strip(" .,:;!?\"'`*()[]"):
         return ""
-    gold = gold.rstrip(" .,:;?\"'`").lstrip(" \"'`")
-    return re.sub(r"^\(([^(),]*)\)$", r"\1", gold)
+    gold = re.sub(r"^([\"'`*]{1,3})(.+)\1$", r"\2", gold.rstrip(" .,:;?")).rstrip(" .,:;?")
+    return re.sub(r"^\(([^(),]*)\)$|^\[([A-Za-z]*)\]$", r"\1\2", gold)
 
 
 def only_number(text, gold):
@@ -340,9 +345,10 @@ def offered_beside(text, m):
     left = [(n, n.end(), start) for n in named if n.end() <= start][-1:]
     right = [(n, end, n.start()) for n in named if n.start() >= end][:1]
     for n, a, b in left + right:
+        rules = (BESIDE, OR_ELSE, INSTEAD) if a == end else (BESIDE, OR_ELSE)
         between = text[a:b]
-        if letter(n) != letter(m) and "\n" not in between and (
-                BESIDE.fullmatch(between) or OR_ELSE.fullmatch(between)):
+        if letter(n) != letter(m) and "\n" not in between and any(
+                rule.fullmatch(between) for rule in rules):
             return True
     return False
 

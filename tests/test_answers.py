@@ -94,6 +94,10 @@ TABLE = {
         ("word", "Paris.", "Paris", 1),
         ("word", "Paris", '"Paris."', 1),
         ("word", "Paris", "(**Paris**)", 1),
+        ("word", "**Paris**", "Paris", 1),
+        ("word", "rock 'n'", "rock 'n'", 1),
+        ("word", "[B]", "B", 1),
+        ("markdown", "Paris", "*Paris", 0),
     ],
     "number": [
         ("sign", "-7", "It is -7.", 1),
@@ -244,6 +248,14 @@ TABLE = {
         ("unit", "42", "He has 42 apples.", 1),
         ("percent", "42", r"42\%", 1),
         ("money", "42", "42 USD", 1),
+        ("LaTeX", "42", r"\log 42", 0),
+        ("LaTeX", "42", r"\sin(42)", 0),
+        ("fraction", "42", "84/2 = 42", 1),
+        ("fraction", "42", "84÷2 = 42", 1),
+        ("unit", "42", "42 km/h", 1),
+        ("markdown", "1", "He grows 12.\n\n**1**", 1),
+        ("markdown", "42", "He has 40.\n\\boxed{42}", 1),
+        ("LaTeX", "10", "10 digits of pi.\n\\boxed{10}", 1),
     ],
     "boxed": [
         ("LaTeX", "42", r"\boxed{42}", 1),
@@ -533,6 +545,17 @@ TABLE = {
         ("hedge", "42", r"\(\boxed{41}\), \(\boxed{42}\)", 0),
         ("hedge", "42", r"\boxed{41} or rather \boxed{42}", 0),
         ("hedge", "42", r"\boxed{41} vs. \boxed{42}", 0),
+        ("leak", "42", r"\boxed{42}\text{ million}", 0),
+        ("leak", "42", r"\boxed{42}$^2$", 0),
+        ("leak", "42", r"2(\boxed{42})", 0),
+        ("unit", "42", r"\boxed{42 \text{ millionths}}", 0),
+        ("unit", "42", r"\boxed{42 \text{ tens}}", 0),
+        ("unit", "42", r"\boxed{\$42 \text{ per day}}", 1),
+        ("fraction", r"\frac{ab}{c}", r"\boxed{a\frac{b}{c}}", 1),
+        ("fraction", r"2\frac{1}{2}", r"\boxed{\frac{21}{2}}", 0),
+        ("fraction", r"\frac{\frac{1}{2}}{3}", r"\boxed{\frac{1}{\frac{2}{3}}}", 0),
+        ("LaTeX", "42", r"\begin{aligned} x &= 6 \cdot 7 \\ &= \boxed{42} \end{aligned}", 1),
+        ("hedge", "42", "\\boxed{41}.\n\n\\boxed{42}", 0),
     ],
     "choice": [
         ("letter", "B", "B", 1),
@@ -828,6 +851,10 @@ TABLE = {
         ("hedge", "C", "Answer: B or rather C", 0),
         ("hedge", "B", "Answer: B, actually C", 0),
         ("sign", "B", "B is not the right answer. The answer is C.", 0),
+        ("sign", "C", "B is correct. No, wait, C is correct.", 1),
+        ("sign", "B", "B is correct. No, wait, C is correct.", 0),
+        ("sign", "B", "The least likely answer is B", 0),
+        ("sign", "B", "The answer is B. A is wrong.", 1),
     ],
     "contains": [
         ("word", "Paris", "It is Paris, of course.", 1),
@@ -967,6 +994,9 @@ TABLE = {
         ("fraction", "42", "It is 42/43", 0),
         ("LaTeX", "42", r"\sqrt{42}", 0),
         ("word", "12 km", "within 12 km.", 1),
+        ("letter", "IT", "it is", 0),
+        ("letter", "A*", "grade A*", 1),
+        ("letter", "A*", "grade A", 0),
     ],
 }
 # the rules get these wrong, and are left so: the value is what a teacher would pay
@@ -978,11 +1008,15 @@ FOOLED = [
     ("boxed", "unit", "42", r"\boxed{42 \text{ gross}}", 0),
     ("boxed", "markdown", "42", r"Answer - \boxed{42}", 1),
     ("boxed", "unit", "42", r"\boxed{42}m", 1),
+    ("boxed", "leak", "42", r"(2)\boxed{42}", 0),
+    ("boxed", "leak", "42", r"\boxed{42}(x+1)", 0),
+    ("boxed", "fraction", "x^{1/2}", r"\boxed{x^\frac{1}{2}}", 1),
     ("boxed", "LaTeX", "42", r"\boxed{\text{The answer is } 42}", 1),
     ("choice", "letter", "B", "Paris (B)", 1),
     ("choice", "letter", "B", "The answer is Paris (B).", 1),
     ("choice", "letter", "B", "The answer is Paris, which is option B.", 1),
     ("choice", "word", "I", "It is I.", 0),
+    ("choice", "word", "I", "Thus I", 0),
     ("choice", "sign", "C", "The answer is not B but C.", 1),
     ("choice", "sign", "C", "Not B. C.", 1),
     ("choice", "several answers", "B", "B B B", 1),
@@ -1052,7 +1086,7 @@ def test_no_text_is_right_whatever_is_asked():
     paid for everything, and is the control."""
     rng = random.Random(0)
     pieces = [*"ABCDabc().,:/\n }-", " or ", "Answer: ", "The answer is ", "(B)", "\\boxed{", "41",
-              "42", "not ", "**", "\\text{", "is correct"]
+              "42", "not ", "**", "\\text{", "is correct", " vs ", "- ", "\\frac{", "No, "]
     soups = ["".join(rng.choices(pieces, k=rng.randint(1, 12))) for _ in range(1000)]
     paid = Counter()
     for text in TEXTS + soups:
@@ -1068,9 +1102,10 @@ def test_no_text_is_right_whatever_is_asked():
 def test_long_texts_take_no_time(rule):
     start = time.process_time()
     for piece in ("\\boxed{", "\\boxed{1}", "\\text{", "\\frac", "(", "{", "_", "\n", " ", "- ",
-                  "42 ", "A ", "A or ", "B\n", "(B) ", "it is B ", "answer is ", "option ", "not "):
-        text = piece * (10_000 // len(piece))
-        for end in ("", "}" * 2000):
-            for gold in ("B", "42", "no such words"):
-                judged(rule, gold, text + end)
+                  "42 ", "A ", "A or ", "B\n", "(B) ", "it is B ", "answer is ", "option ", "not ",
+                  "/ ", "/(", "x + ", "42 to ", "_{", "\\textor", "41. ", "'", "*", "\\,", "-$"):
+        long = piece * (10_000 // len(piece))
+        for text in (long, long + "}" * 2000, f"\\boxed{{42{long}}}", f"\\boxed{{42}}{long}"):
+            for gold in ("B", "42"):
+                judged(rule, gold, text)
     assert time.process_time() - start < 10
