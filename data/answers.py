@@ -24,9 +24,9 @@ ODD = "\x1a"  # stands for what is no number that this file reads
 # one unless it ends something ("v.5", "...5")
 DIGITS = (r"(?:\d{1,3}(?:[,'’]\d{3})+(?!\d)|\d+)(?:\.\d+)?"
           r"|(?<![\w.)\]}])\.\d+")
+MONEY = r"(?:[$€£¥₹]|USD|EUR|GBP)"
 # no digits of a name or of its exponent (X7, x^2); a minus is a sign unless something stands right
 # before it; 3e4, 3 x 10^4 and 2^10 are one number each
-MONEY = r"(?:[$€£¥₹]|USD|EUR|GBP)"
 NUMBER = re.compile(
     rf"(?P<odd>[\d.,]*{ODD}[\d.,{ODD}]*)"
     r"|(?P<sign>(?<![\w)\]}^])[-+])?[$€£]?(?<![A-Za-z_\d^])(?<!\d\.)(?<!\^[-+])"
