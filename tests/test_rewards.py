@@ -2,6 +2,7 @@
 run that such a function ends goes on after it is mended."""
 import json
 import os
+import signal
 import re
 import sys
 
@@ -242,8 +243,9 @@ def test_what_it_sets_in_torch_is_set_back(what, value, before, mine, tmp_path):
     torch.set_default_device(None)
 
 
-def test_a_real_interrupt_is_no_failure(mine):
+def test_a_real_interrupt_is_no_failure(mine, monkeypatch):
     """Where no run handles signals, as while a dry run lasts."""
+    monkeypatch.setattr(signal, "getsignal", lambda number: signal.default_int_handler)
     mine("def score(row, text, tokens): raise KeyboardInterrupt")
     with pytest.raises(KeyboardInterrupt):
         judge([Problem("file", "?", "1", rule=Own("mine:score"))], [["a"]], "training", first=0,
