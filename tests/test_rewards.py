@@ -2,8 +2,8 @@
 run that such a function ends goes on after it is mended."""
 import json
 import os
-import signal
 import re
+import signal
 import sys
 
 import numpy as np
