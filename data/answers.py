@@ -8,12 +8,12 @@ mistake. So a number that cannot be read as a whole (2^n, 12:30, 2½, 1/2, 42k, 
 counts as one of unknown value: it is never right, and never lets a part of itself be right.
 
 Left out: arithmetic (1/2 is not 0.5, and no two ways to write a formula are one, but for brackets
-around fractions), numbers in words (42 million counts as 42), digits of other scripts, choosing
-among several answers, and what a sentence means: "\\boxed{42} is wrong" is a box with 42, "not
-Paris" contains Paris, and so does a list of all cities. So take `contains` for answers that nobody
-lists. A unit in a box is any word that is not known to change the number. "Answer - \\boxed{42}" is
-minus 42, "41: 42" is 42, and a product such as (2)\\boxed{42} is not seen. tests/test_answers.py
-has a table of what each rule is fooled by.
+around fractions), numbers in words (to `number` 42 million is 42), digits of other scripts,
+choosing among several answers, and what a sentence means: "\\boxed{42} is wrong" is a box with 42,
+"not Paris" contains Paris, and so does a list of all cities. So take `contains` for answers that
+nobody lists. A unit in a box is any word that is not known to change the number. To `boxed`
+"Answer - \\boxed{42}" may be minus 42 and is refused, to `number` "41: 42" is 42, a product such as
+(2)\\boxed{42} is not seen. tests/test_answers.py has a table of what each rule is fooled by.
 """
 import re
 import unicodedata

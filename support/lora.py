@@ -12,11 +12,11 @@ and is freed. Masters, gradients and AdamW's moments are held of A and B alone. 
 held beside W, and dW is computed, as in full training, where a product with A and B apart would
 spare it.
 
-All weights but the targets are frozen, and one tensor for W0's model and the trained one. Of a
-joined matrix (q, k, v; gate, up) the gradient of rows that are no target is thrown away.
+All other weights are frozen; W0's model and the trained one share them. Of a joined matrix (q, k,
+v; gate, up) the gradient of rows that are no target is thrown away.
 
 Left out on purpose: W0 in 4 or 8 bits, 8-bit moments (those of A and B are small), dropout, other
-scales and starts than the paper's, other layers than the seven matrices.
+scales than alpha / rank, other starts than peft's, other layers than the seven matrices.
 
 Reference: LoRA 2106.09685 (arXiv). Files are as peft reads them.
 """

@@ -6,11 +6,12 @@ Several processes that train one model (data parallel), started by torchrun.
 The idea. Each process, called a rank, holds the whole model. It takes its `share` of the work, and
 what depends on more than that is computed from what all ranks found (`gather`, `sum_gradients`), so
 that a run is the same for any number of ranks, up to rounding. Objects travel by gloo, through the
-memory of the CPU; gradients by NCCL where they lie on cards. Without torchrun there is one rank,
-and every function here returns what it was given.
+memory of the CPU; gradients by NCCL where they lie on cards. Without torchrun there is one rank:
+`share` is everything, `gather` a list of one, the rest does nothing.
 
-How it ends. A rank that fails says why; it is the only one that does. The others learn of it from
-the launcher's store, also while they wait in a collective, and end without a word.
+How it ends. A rank that fails says why, or rank 0 does in its place where it has to save first; no
+other does. They learn of it from the launcher's store, also while they wait in a collective, and
+end without a word. Where a rank is killed, the others say that it has gone.
 
 Left out: parts of a model or of an optimizer on each rank, ranks that come and go. Nothing here
 knows what is trained.
@@ -108,9 +109,7 @@ def sum_gradients(params):
 
 @torch.no_grad()
 def check_equal(tensors, what):
-    """Raise ValueError unless these tensors have the same bits on every rank."""
-    if size() == 1:
-        return
+    """Raise ValueError where the bits of a tensor have another sum than on rank 0."""
     if size() == 1:
         return
     bits = [x.contiguous().view(torch.int32).sum(dtype=torch.int64) for x in tensors]

@@ -9,7 +9,7 @@ Steps that are done again after a kill are there once. TensorBoard drops what it
 that is resumed on; W&B keeps what it has, as it takes no earlier row. The evaluation before that
 step is not done again, so it is handed over again.
 
-Left out: texts, histograms, weights; W&B's own switches are its environment variables.
+Left out: texts, histograms, weights. W&B's own switches are its environment variables.
 """
 import importlib
 import os
