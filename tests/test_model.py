@@ -770,7 +770,7 @@ def test_missing_folder(monkeypatch, tmp_path):
     for name, say in (("no/such-model", hub), ("", hub), ("x y", hub), ("nul\0", hub),
                       ("x" * 5000, hub), ("é\n!", hub), ("a/b/c/d", "'a/b/c/d': no such folder"),
                       ("~nobody/x", "no such folder"), ("/no/where\n", "no such folder"),
-                      ("./out", "no such folder")):
+                      ("./no-such-folder", "no such folder")):
         with pytest.raises(FileNotFoundError, match=say) as e:
             find_checkpoint(name)
         assert "\n" not in str(e.value) and len(str(e.value)) < 1000
