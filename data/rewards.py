@@ -5,7 +5,7 @@ How a response is judged: by a rule of data/answers.py, or by a function of your
     python train.py --reward=mine:score     # function `score` of mine.py in the current folder
 
 The idea. A rule maps (text, gold answer) to True, False or a fraction; "auto" takes the rule of a
-generated task, and for a file `last_number` where the gold answer is a number, else `exact`. A
+generated task, and for a file `number` where the gold answer is a number, else `exact`. A
 function of your own is called as score(row, text, tokens): the problem's row, the response without
 stop tokens, thought included, and its token ids, stop token included. It returns what is learned
 from, a finite number, or a dict of such numbers in which this is "reward"; the others are logged.

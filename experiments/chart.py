@@ -17,10 +17,10 @@ import re
 from statistics import fmean
 
 import train
-from experiments.curves import COLOURS, PAGE, places
+from experiments.curves import COLOURS, PAGE, check_out, places
 from experiments.logs import CACHES, load, results
 from support.checkpoint import UNFINISHED
-from support.configurator import Arguments, make_folder
+from support.configurator import Arguments
 from support.run import one_line_errors, tell
 
 STABLE = 0.86  # Sparrow's threshold
@@ -142,16 +142,10 @@ def main(argv=None):
     a.add_argument("--out", default="docs/map.png", help="a .png")
     a = a.parse_args(argv)
     with one_line_errors(ValueError, OSError):
-        if not a.out.endswith(".png") or os.path.isdir(a.out):
-            raise ValueError(f"--out must name a .png, got {a.out!r}")
         points = [p for folder in a.folders for p in read_points(folder)]
         if not points:
             raise ValueError(f"no run has ended in {', '.join(a.folders)}")
-        try:
-            import matplotlib  # noqa: F401
-        except ImportError:
-            raise ValueError("the map needs matplotlib: pip install matplotlib") from None
-        make_folder(os.path.dirname(a.out) or ".")
+        check_out(a.out)
         draw(points, a.out)
         tell(f"map written to {a.out}")
 

@@ -13,6 +13,7 @@ from statistics import fmean
 from experiments.logs import CACHES, LAST, MANY_SEEDS, over_seeds, series, smooth
 from experiments.ttest import interval
 from support.checkpoint import UNFINISHED
+from support.configurator import make_folder
 from support.run import tell
 
 COLOURS = ["#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000",
@@ -21,6 +22,17 @@ STYLES = ["-", (0, (5, 1.5)), (0, (5, 1.5, 1, 1.5)), (0, (1, 1.2))]
 PAGE = {"font.size": 8, "axes.titlesize": 8.5, "axes.titlelocation": "left",
         "axes.spines.top": False, "axes.spines.right": False, "axes.grid": True,
         "grid.color": "#e4e4e4", "grid.linewidth": 0.6}
+
+
+def check_out(path):
+    """Raise ValueError if no picture can be written there."""
+    if not path.endswith(".png") or os.path.isdir(path):
+        raise ValueError(f"--out must name a .png, got {path!r}")
+    try:
+        import matplotlib  # noqa: F401
+    except ImportError:
+        raise ValueError("the picture needs matplotlib: pip install matplotlib") from None
+    make_folder(os.path.dirname(path) or ".")
 
 
 def look(i):

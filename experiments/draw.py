@@ -34,7 +34,7 @@ from grpo import pack
 from kvcache import EVICT, Eviction
 from model import Transformer
 from rollout import generate
-from support.configurator import Arguments, make_folder
+from support.configurator import Arguments
 from support.run import one_line_errors, tell
 
 ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
@@ -684,21 +684,10 @@ def main(argv=None):
     a = a.parse_args(argv)
     with one_line_errors(ValueError, OSError):
         if a.out is not None:
-            check_out(a.out)
+            curves.check_out(a.out)
         FIGURES[a.figure](a.out)
         if a.out is not None:
             tell(f"picture written to {a.out}")
-
-
-def check_out(path):
-    """Raise ValueError if no picture can be written there."""
-    if not path.endswith(".png") or os.path.isdir(path):
-        raise ValueError(f"--out must name a .png, got {path!r}")
-    try:
-        import matplotlib  # noqa: F401
-    except ImportError:
-        raise ValueError("the picture needs matplotlib: pip install matplotlib") from None
-    make_folder(os.path.dirname(path) or ".")
 
 
 if __name__ == "__main__":

@@ -13,6 +13,7 @@ import os
 from functools import partial
 
 from experiments.curves import (
+    check_out,
     curve,
     draw_acceptance,
     draw_gap,
@@ -22,7 +23,7 @@ from experiments.curves import (
     write_panels,
 )
 from experiments.logs import LAST, read, smooth
-from support.configurator import Arguments, make_folder
+from support.configurator import Arguments
 from support.run import is_of_a_run, one_line_errors, tell
 
 LONGEST = 24  # characters of a name beside a line
@@ -95,16 +96,10 @@ def main(argv=None):
     a.add_argument("--out", default="plot.png", help="a .png")
     a = a.parse_args(argv)
     with one_line_errors(ValueError, OSError):
-        if not a.out.endswith(".png") or os.path.isdir(a.out):
-            raise ValueError(f"--out must name a .png, got {a.out!r}")
         runs = read_runs(a.folders)
         if not runs:
             raise ValueError("nothing to draw yet: no step and no evaluation")
-        try:
-            import matplotlib  # noqa: F401
-        except ImportError:
-            raise ValueError("curves need matplotlib: pip install matplotlib") from None
-        make_folder(os.path.dirname(a.out) or ".")
+        check_out(a.out)
         draw(runs, a.out)
         tell(f"{len(runs)} {'run' if len(runs) == 1 else 'runs'} drawn to {a.out}")
 

@@ -86,7 +86,7 @@ def reason(e):
     """What an exception of somebody's own says: its name and a short text, if it has one."""
     try:
         text = " ".join(str(e).split())
-    except Exception:
+    except Exception:  # whatever its __str__ raises; the name is told all the same
         text = "its text cannot be made"
     return printable(f"{type(e).__name__}: {text}"[:200].removesuffix(": "))
 

@@ -49,13 +49,14 @@ def test_what_is_read(tmp_path):
 
 
 @pytest.mark.parametrize("argv, says", [
-    (["--out=x.pdf"], "--out must name a .png"), ([], "no log in"),
+    (["whole", "--out=x.pdf"], "--out must name a .png"), ([], "no log in"),
     (["old"], "old: smd: its logs say nothing of acceptance"), (["cut"], "no run has ended in")])
 def test_refused_in_one_line(argv, says, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     for name in ("old", "cut"):
         (tmp_path / name).mkdir()
         put(tmp_path / name, "smd", 0, p05=None, before=(0.5, 0.5), after=(0.5, 0.5))
+    filled(tmp_path / "whole")
     log = tmp_path / "cut" / "smd-0.jsonl"
     log.write_text("".join(log.read_text().splitlines(keepends=True)[:-1]))
     with pytest.raises(SystemExit) as e:
@@ -99,6 +100,6 @@ def test_the_folders_of_the_map_hold_logs(monkeypatch):
 
 def test_without_matplotlib_one_line_says_so(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "matplotlib", None)
-    with pytest.raises(SystemExit, match="^error: the map needs matplotlib: pip install"):
+    with pytest.raises(SystemExit, match="^error: the picture needs matplotlib: pip install"):
         chart.main([str(filled(tmp_path / "map")), f"--out={tmp_path / 'map.png'}"])
     assert not (tmp_path / "map.png").exists()

@@ -91,7 +91,7 @@ def test_refused_in_one_line(argv, says, tmp_path, monkeypatch):
 
 def test_without_matplotlib_one_line_says_so(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "matplotlib", None)
-    with pytest.raises(SystemExit, match="^error: curves need matplotlib: pip install matplotlib"):
+    with pytest.raises(SystemExit, match="^error: the picture needs matplotlib: pip install"):
         plot.main([put(tmp_path / "a", rows(2)), f"--out={tmp_path / 'new' / 'a.png'}"])
     assert not (tmp_path / "new").exists()
 
