@@ -85,10 +85,16 @@ def write_tensors(path, tensors):
     copies = {name: t.to("cpu", copy=True) for name, t in tensors.items()}  # none shares storage
 
     def write(tmp):
+        inside = tmp + ".d"  # save_file leaves a file of another name where it is killed
+        shutil.rmtree(inside, ignore_errors=True)
+        os.mkdir(inside)
         try:
-            save_file(copies, tmp, metadata={"format": "pt"})
+            save_file(copies, os.path.join(inside, "tensors"), metadata={"format": "pt"})
+            os.replace(os.path.join(inside, "tensors"), tmp)
         except SafetensorError as e:
             raise OSError(e) from None
+        finally:
+            shutil.rmtree(inside, ignore_errors=True)
         umask = os.umask(0)  # save_file's files are for their owner alone
         os.umask(umask)
         os.chmod(tmp, 0o666 & ~umask)
