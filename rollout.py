@@ -71,7 +71,9 @@ class Rollout:
 
 def join(rollouts):
     """Rollouts of different prompts, under the same settings, as one: the prompts follow each
-    other."""
+    other. One alone comes back as it is."""
+    if len(rollouts) == 1:
+        return rollouts[0]
     together = {name: torch.cat([getattr(r, name) for r in rollouts])
                 for name in ("tokens", "lengths", "logp_roll", "stopped")}
     lists = {name: sum((getattr(r, name) for r in rollouts), [])

@@ -226,8 +226,7 @@ def rewarded(tok, rollout, batch, first):
     rewards, parts = parallel.attempt(RewardError, work)
     rewards = torch.tensor(rewards, device=rollout.tokens.device)         # (prompts, G)
     rollouts, rewards, parts = zip(*parallel.gather((rollout, rewards, parts)))
-    whole = rollouts[0] if len(rollouts) == 1 else join(rollouts)
-    return whole, torch.cat(rewards), join_parts(parts)
+    return join(rollouts), torch.cat(rewards), join_parts(parts)
 
 
 def join_parts(several):

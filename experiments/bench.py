@@ -7,6 +7,8 @@ on the card it stands on.
     python -m experiments.bench learner  # a group forward and backward: transformers, checkpointing
     python -m experiments.bench step     # a whole training step: TRL's GRPOTrainer
     python -m experiments.bench lora     # the same with LoRA: all weights, TRL with peft
+    python -m experiments.bench cards    # the same on several cards, after `torchrun --standalone
+                                         # --nproc_per_node=2 -m`, or on one, after `python -m`
     python -m experiments.bench memory   # peak against prompt length, the longest prompt that fits
     python -m experiments.bench fit      # a step on a card of 16 or 24 GB: memory is capped
     python -m experiments.bench all      # --quick: tiny shapes (all that a CPU is good for),
@@ -20,8 +22,8 @@ floating-point operations make of what a plain copy of a large tensor or one lar
 matrix product reaches in the same process. Rivals that score one policy say so.
 
 Each part prints its tables and writes out-bench/bench-PART-CARD.json, which holds every
-number it printed. Left out: several GPUs, serving engines (a trainer must load its new
-weights into them at every step), quality of what is learned.
+number it printed. Left out: several cards of a rival, serving engines (a trainer must load its
+new weights into them at every step), quality of what is learned.
 """
 import functools
 import json
@@ -46,6 +48,7 @@ import train
 from kvcache import Eviction
 from model import Config, Transformer
 from shadow_attn import group_until, run, shadow_attention
+from support import parallel
 from support.configurator import Arguments, make_folder
 from support.lora import LoRA, targets_of
 from support.memory import ran_out, release
@@ -219,7 +222,7 @@ def check_same(what, a, b, bound):
 COLUMNS = dict(
     policies=("policies", "8d"), ms=("ms", "11,.2f"), tokens_s=("tokens/s", "11,.0f"),
     ratio=("x ours", "8.2f"), step_ms=("ms/step", "9.2f"), rollout_s=("rollout s", "9.3f"),
-    trained=("trained M", "9.2f"), learn_s=("learn s", "9.3f"),
+    trained=("trained M", "9.2f"), learn_s=("learn s", "9.3f"), samples_s=("samples/s", "9.2f"),
     share=("of limit", "8.1%"), limit=("limit", "7s"),
     rollout_gb=("rollout GB", "10.3f"), predicted_gb=("predicted", "10.3f"),
     over=("ratio", "7.2f"), learner_gb=("learner GB", "10.3f"), kv_mb=("kept KV MB", "12,.3f"),
@@ -239,7 +242,7 @@ class Report:
         return self.tables[-1]
 
     def save(self):
-        if self.path is None:
+        if self.path is None or parallel.rank():
             return
         found = [dict(title=t.title, facts=t.facts, rows=t.rows) for t in self.tables]
         content = dict(self.about, seconds=time.time() - self.start, tables=found)
@@ -668,19 +671,23 @@ def step(report, name, work, steps, checkpointing):
 
 
 def our_step(name, work, steps, checkpointing, **more):
-    """As train.py does, at its defaults but for `more`. -> row"""
+    """As train.py does, at its defaults but for `more`, on each rank work.B prompts. -> row"""
     c = SimpleNamespace(**train.DEFAULTS | more)
     c.lr, c.checkpointing = 1e-6, checkpointing
-    model, ids = ours(name), drawn(name, work.B, work.P)
+    model, ids = ours(name), drawn(name, work.B * parallel.size(), work.P)
+    mine = parallel.share(len(ids))
     opt = LoRA(model, c) if c.lora_rank else Masters(model, c)
     objective = grpo.GRPO(model, c, None)
     times = []
     for i in range(steps + 1):
         sync()
         start = time.perf_counter()
-        r = sampler.generate(model, ids, work.G, work.R, temperature=c.temperature,
-                             eviction=work.eviction, seed=i)
+        r = sampler.generate(model, ids[mine.start:mine.stop], work.G, work.R,
+                             temperature=c.temperature, eviction=work.eviction, seed=i,
+                             part=(mine.start, len(ids)))
         rewards = torch.rand(work.B, work.G, device=DEVICE)
+        rollouts, rewards = zip(*parallel.gather((r, rewards)))
+        r, rewards = sampler.join(rollouts), torch.cat(rewards)
         sync()
         middle = time.perf_counter()
         train.update(model, opt, objective, r, rewards=rewards, c=c, lr=c.lr)
@@ -690,8 +697,10 @@ def our_step(name, work, steps, checkpointing, **more):
         if i == 0 and CUDA:
             torch.cuda.reset_peak_memory_stats()
     seconds, rollout_s, learn_s = (statistics.median(x) for x in zip(*times[1:]))
+    peak = max(parallel.gather(allocated()), key=lambda gb: gb or 0)
     return dict(ms=1e3 * seconds, rollout_s=rollout_s, learn_s=learn_s, first_s=times[0][0],
-                peak_gb=allocated(), trained=sum(m.numel() for m in opt.masters) / 1e6)
+                peak_gb=peak, trained=sum(m.numel() for m in opt.masters) / 1e6,
+                samples_s=len(ids) * work.G / seconds, times=times)
 
 
 def lora(report, name, work, steps, rank):
@@ -707,6 +716,18 @@ def lora(report, name, work, steps, rank):
     table.add("TRL with peft, bfloat16", attempt(trl_row, dtype="bfloat16", rank=rank, **ask))
     release()
     table.add("ours, all weights", attempt(our_step, checkpointing=True, **ask))
+    release()
+
+
+def cards(report, name, work, steps):
+    """A whole training step on one card or, under torchrun, on several: B prompts for each, one
+    update for all."""
+    table = report.table("one training step, B prompts a card",
+                         "samples_s ms rollout_s learn_s peak_gb first_s", model=name,
+                         cards=parallel.size(), B=f"{work.B} x {work.G}", prompt=work.P,
+                         new_tokens=work.R, kept=work.budget, checkpointing=True,
+                         timed=f"median of {steps} after a first one, wall clock of rank 0")
+    table.add("ours", our_step(name, work, steps=steps, checkpointing=True))
     release()
 
 
@@ -852,9 +873,9 @@ def trl_config(trl, out_dir, work, steps):
 
 # memory
 
-# settings that take less and less memory, and more time
+# settings that take less and less memory, and more time; the last trains fewer weights
 FRUGAL = (dict(), dict(micro_rows=8192), dict(checkpointing=True),
-          dict(checkpointing=True, micro_rows=4096))
+          dict(checkpointing=True, micro_rows=4096), dict(checkpointing=True, lora_rank=16))
 CONTEXT = 0.8  # GB of a card assumed to be taken by CUDA itself; cuda_gb says how many were
 
 
@@ -1120,8 +1141,8 @@ def short_attention(module, query, key, value, attention_mask, scaling=None, **_
 GROUP = Work(B=1, P=8192, G=8, R=256, budget=1024)
 TINY = Work(B=2, P=64, G=2, R=6, budget=48)
 SMOLLM, SMALL, QWEN, LARGE = "smollm2-135m", "qwen2.5-0.5b", "qwen2.5-1.5b", "qwen2.5-7b"
-PARTS = dict(attn=attn, decode=decode, learner=learner, step=step, lora=lora, memory=memory,
-             fit=fit)
+PARTS = dict(attn=attn, decode=decode, learner=learner, step=step, lora=lora, cards=cards,
+             memory=memory, fit=fit)
 BOTH = ("dynamic", "static")
 REQUESTS = dict(  # part -> arguments of each of its tables
     attn=[dict(nh=16, nkv=8, hs=128, work=GROUP, repeat=10),
@@ -1136,6 +1157,8 @@ REQUESTS = dict(  # part -> arguments of each of its tables
                checkpointing=True)],
     lora=[dict(name=name, work=Work(B=4, P=8192, G=8, R=256, budget=1024), steps=1, rank=16)
           for name in (QWEN, LARGE)],
+    cards=[dict(name=SMALL, work=Work(B=8, P=2048, G=8, R=256, budget=512), steps=5),
+           dict(name=QWEN, work=Work(B=8, P=8192, G=8, R=256, budget=1024), steps=3)],
     memory=[dict(name=QWEN, lengths=[2**i for i in range(10, 17)],
                  sampled=Work(B=8, P=0, G=8, R=64, budget=1024),
                  learnt=Work(B=1, P=0, G=8, R=256, budget=1024))],
@@ -1150,6 +1173,7 @@ QUICK = dict(
     learner=[dict(name="tiny", work=TINY, repeat=1)],
     step=[dict(name="tiny", work=TINY, steps=1, checkpointing=True)],
     lora=[dict(name="tiny", work=TINY, steps=1, rank=2)],
+    cards=[dict(name="tiny", work=TINY, steps=1)],
     memory=[dict(name="tiny", lengths=[40, 64], sampled=replace(TINY, R=4), learnt=TINY)],
     fit=[dict(name="tiny", work=TINY, gb=1, steps=1)])
 
@@ -1179,7 +1203,8 @@ def arguments(argv=None):
     a = Arguments(prog="bench", description="benchmarks; see the head of this file")
     a.add_argument("part", choices=(*PARTS, "all"),
                    help="attention; sampling; a learner's forward and backward pass; a whole "
-                   "training step, with LoRA too; memory; what fits a smaller card")
+                   "training step, also with LoRA, also on several cards; memory; what fits a "
+                   "smaller card")
     a.add_argument("--quick", action="store_true", default=not CUDA,
                    help="tiny shapes, in seconds; always so without CUDA")
     a.add_argument("--shape", choices=list(SHAPES),
@@ -1199,12 +1224,16 @@ def request(a):
     if not wanted:
         among = " among its tiny shapes" if a.quick else ""
         raise ValueError(f"{a.part} has no table of {a.shape}{among}")
+    if parallel.size() > 1 and list(wanted) != ["cards"]:
+        raise ValueError(f"{a.part} is of one card: say it without torchrun, which is for cards")
     make_folder(a.out)  # better now than after the first measurement
     return wanted
 
 
 def main(argv=None):
     a = arguments(argv)
+    if CUDA and parallel.launched():
+        torch.cuda.set_device(parallel.card())
     with one_line_errors(ValueError):
         wanted = request(a)
     about = facts()
@@ -1212,9 +1241,9 @@ def main(argv=None):
                    for k, v in about.items()))
     with one_line_errors(OSError):  # a full disk
         for part, tables in wanted.items():
-            # a run of fewer or smaller tables gets a name of its own
+            # a run of fewer or smaller tables, or with more cards, gets a name of its own
             name = ["bench", part, "quick" if a.quick and CUDA else "", a.shape or "",
-                    about["slug"]]
+                    f"x{parallel.size()}" if parallel.size() > 1 else "", about["slug"]]
             path = os.path.join(a.out, "-".join(filter(None, name)) + ".json")
             report = Report(path, part=part, **about)
             for table in tables:
@@ -1223,4 +1252,5 @@ def main(argv=None):
 
 
 if __name__ == "__main__":
-    main()
+    with parallel.ranks():
+        main()

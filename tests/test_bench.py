@@ -11,6 +11,7 @@ import torch
 
 import grpo
 import rollout
+from conftest import Ranks
 from experiments import bench
 
 pytestmark = pytest.mark.skipif(
@@ -172,6 +173,25 @@ def test_lora_rows(results):
         assert "pip install" in r["TRL with peft, bfloat16"]["note"]
 
 
+def two_ranks(out):
+    torch.set_num_threads(1)
+    bench.main(["cards", "--quick", f"--out={out}"])
+    with pytest.raises(SystemExit, match="^error: all is of one card: say it without torchrun, wh"):
+        bench.main(["all", "--quick", f"--out={out}"])
+
+
+def test_cards(results, tmp_path):
+    """On n cards a step has n times the samples, and rank 0 alone says so."""
+    codes, printed = Ranks(2, tmp_path, two_ranks, [str(tmp_path)]).wait()
+    assert codes == [0, 0], printed
+    assert "cards 2, B 2 x 2" in printed[0] and printed[1] == ""
+    two = json.loads((tmp_path / "bench-cards-x2-cpu.json").read_text())
+    for result, samples in ((results["cards"], 4), (two, 8)):
+        row = rows(result)["ours"]
+        assert row["samples_s"] * row["ms"] == pytest.approx(1e3 * samples)
+        assert row["times"][1][0] == row["ms"] / 1e3 and len(row["times"]) == 2
+
+
 def test_fit_stops_at_the_first_that_fits(results, monkeypatch):
     assert list(rows(results["fit"])) == ["defaults"]  # all fits where memory has no cap
     asked = []
@@ -210,9 +230,9 @@ def test_fit_says_what_would_be_needed(monkeypatch):
     report = bench.Report()
     bench.fit(report, name="tiny", work=bench.TINY, gb=24, steps=1)
     rows = report.tables[0].rows
-    assert limits == [24 - bench.CONTEXT] * 4 + [None]
-    assert [row.get("note") for row in rows] == ["out of memory"] * 4 + [None]
-    assert rows[-1]["name"] == "checkpointing=True micro_rows=4096, no limit"
+    assert limits == [24 - bench.CONTEXT] * 5 + [None]
+    assert [row.get("note") for row in rows] == ["out of memory"] * 5 + [None]
+    assert rows[-1]["name"] == "checkpointing=True lora_rank=16, no limit"
     assert rows[-1]["peak_gb"] == 28.5
 
 
