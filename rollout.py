@@ -12,6 +12,7 @@ further token; between two replays the cache may evict response keys.
 Left out on purpose: top-p and top-k (they cut the support and bias every ratio), beam search,
 streaming.
 """
+import functools
 import operator
 from dataclasses import dataclass, field
 from itertools import groupby
@@ -192,11 +193,23 @@ def record(step, device):
     must be read from the device, nothing in step() may wait for it, and every tensor that step()
     touches must stay at its address until the last replay: generate's frame holds them."""
     graph = torch.cuda.CUDAGraph()
-    # of other threads anything goes: NCCL's may ask for an event at any time
-    with (torch.cuda.device(device),
-          torch.cuda.graph(graph, capture_error_mode="thread_local")):
-        step()
+    with torch.cuda.device(device):
+        stream = stream_of(torch.cuda.current_device())
+        # a recording begins by allocating two numbers; without room beside this one for them, torch
+        # 2.11 would end the process instead of raising OutOfMemoryError
+        with torch.cuda.stream(stream):
+            room = torch.empty(1, device=device)
+        # of other threads anything goes: NCCL's may ask for an event at any time
+        with torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"):
+            step()
+        del room
     return graph.replay
+
+
+@functools.cache
+def stream_of(card):
+    """One for all recordings: with each new one cuBLAS would keep 32 MB more."""
+    return torch.cuda.Stream(card)
 
 
 @torch.no_grad()

@@ -5,8 +5,8 @@ Several processes that train one model (data parallel), started by torchrun.
 
 The idea. Each process, called a rank, holds the whole model. It takes its `share` of the work, and
 what depends on more than that is computed from what all ranks found (`gather`, `sum_gradients`), so
-that a run is the same for any number of ranks, up to rounding. Objects travel by gloo, through the
-memory of the CPU; gradients by NCCL where they lie on cards. Without torchrun there is one rank:
+that a run is the same for any number of ranks, up to rounding. Tensors on cards travel by NCCL,
+everything else by gloo, through the memory of the CPU. Without torchrun there is one rank:
 `share` is everything, `gather` a list of one, the rest does nothing.
 
 How it ends. A rank that fails says why, or rank 0 does in its place where it has to save first; no
@@ -18,6 +18,7 @@ knows what is trained.
 """
 import io
 import os
+import pickle
 import signal
 import sys
 import threading
@@ -62,20 +63,63 @@ def share(n):
 
 
 def gather(value):
-    """What every rank has, as a list, on every rank. Tensors on a card come to the card of the rank
-    that gets them."""
+    """What every rank has, as a list, on every rank; its own as it is. Tensors on a card come to
+    the card of the rank that gets them."""
     if size() == 1:
         return [value]
     data, found = io.BytesIO(), [None] * size()
-    torch.save(value, data)
+    apart = Apart(data)
+    apart.dump(value)
+    kinds = [(x.is_cuda, x.dtype, x.shape) for x in apart.tensors]
     with among_ranks():
-        dist.all_gather_object(found, data.getvalue())
-    return [torch.load(io.BytesIO(x), map_location=to_this_card, weights_only=False)
-            for x in found]
+        dist.all_gather_object(found, (data.getvalue(), kinds))
+        tensors = gather_tensors(apart.tensors, [kinds for _, kinds in found])
+    values = [Whole(io.BytesIO(data), xs).load() for (data, _), xs in zip(found, tensors)]
+    values[rank()] = value
+    return values
 
 
-def to_this_card(storage, place):
-    return storage.cuda() if place.startswith("cuda") else storage
+class Apart(pickle.Pickler):
+    """Pickles a value without its tensors, which it collects."""
+
+    def __init__(self, file):
+        super().__init__(file)
+        self.tensors = []
+
+    def persistent_id(self, x):
+        if not isinstance(x, torch.Tensor):
+            return None
+        self.tensors.append(x.detach())
+        return len(self.tensors) - 1
+
+
+class Whole(pickle.Unpickler):
+    """Puts a value and its tensors together again."""
+
+    def __init__(self, file, tensors):
+        super().__init__(file)
+        self.persistent_load = tensors.__getitem__
+
+
+def gather_tensors(tensors, kinds):
+    """Lists of tensors, one of each rank. kinds: of each rank, of each tensor: is it on a card, its
+    dtype, its shape. All travel as one row of bytes, by NCCL if one of them is on a card."""
+    sizes = [[-(-shape.numel() * dtype.itemsize // 8) * 8 for _, dtype, shape in its]
+             for its in kinds]  # multiples of 8, for any dtype may begin there
+    cuda = any(on_card for its in kinds for on_card, _, _ in its)
+    mine = torch.zeros(max(map(sum, sizes)), dtype=torch.uint8, device="cuda" if cuda else "cpu")
+    for place, x in zip(mine[:sum(sizes[rank()])].split(sizes[rank()]), tensors):
+        place[:x.nbytes] = x.reshape(-1).view(torch.uint8)
+    rows = [torch.empty_like(mine) for _ in kinds]
+    if len(mine):
+        dist.all_gather(rows, mine)
+    found = []
+    for row, its, of_it in zip(rows, kinds, sizes):
+        places = row[:sum(of_it)].split(of_it)
+        xs = [place[:shape.numel() * dtype.itemsize].view(dtype).view(shape)
+              for place, (_, dtype, shape) in zip(places, its)]
+        found.append([x if on_card else x.cpu() for x, (on_card, _, _) in zip(xs, its)])
+    return found
 
 
 def attempt(kind, work):
@@ -100,11 +144,31 @@ def sum_gradients(params):
     """Add up the gradients of all ranks, which then have equal bits; a rank without one adds 0."""
     if size() == 1:
         return
+    for p in params:
+        if p.grad is None:
+            p.grad = torch.zeros_like(p)
     with among_ranks():
-        for p in params:
-            if p.grad is None:
-                p.grad = torch.zeros_like(p)
-            dist.all_reduce(p.grad)
+        for grads in bundles([p.grad for p in params]):
+            if len(grads) == 1:
+                dist.all_reduce(grads[0])
+                continue
+            row = torch.cat([grad.reshape(-1) for grad in grads])
+            dist.all_reduce(row)
+            for grad, x in zip(grads, row.split([grad.numel() for grad in grads])):
+                grad.copy_(x.view_as(grad))
+
+
+def bundles(tensors, limit=2**22):
+    """Lists of tensors of one dtype, with so many numbers at most or of one tensor: many small
+    messages would take longer."""
+    found, n = [], 0
+    for x in tensors:
+        n += x.numel()
+        if not found or x.dtype != found[-1][0].dtype or n > limit:
+            found.append([])
+            n = x.numel()
+        found[-1].append(x)
+    return found
 
 
 @torch.no_grad()

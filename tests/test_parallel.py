@@ -230,12 +230,28 @@ def talk():
     assert parallel.size() == 2 and parallel.launched()
     found = parallel.gather(dict(x=torch.full((1 + r,), r), name="ab"[r]))
     assert [f["name"] for f in found] == ["a", "b"] and [len(f["x"]) for f in found] == [1, 2]
+    assert [f["x"].tolist() for f in found] == [[0], [1, 1]]
+    kinds = [torch.tensor(r == 0), torch.zeros(0, 3), torch.arange(6).view(2, 3).t() + r,
+             torch.tensor([1.5, r], dtype=torch.bfloat16)[1:], torch.tensor([[True, False]] * 3)]
+    for n, several in enumerate(parallel.gather([kinds] * (1 + r))):
+        assert len(several) == 1 + n and all(f is several[0] for f in several)
+        truth, empty, matrix, one, flags = several[0]
+        assert truth.shape == () and truth.item() == (n == 0) and empty.shape == (0, 3)
+        assert matrix.tolist() == [[n, 3 + n], [1 + n, 4 + n], [2 + n, 5 + n]]
+        assert one.dtype == torch.bfloat16 and one.item() == n and torch.equal(flags, kinds[4])
     a, b = (torch.nn.Parameter(torch.zeros(3)) for _ in range(2))
     a.grad = torch.arange(3.0) + r
     if r == 0:
         b.grad = torch.ones(3)
     parallel.sum_gradients([a, b])
     assert a.grad.tolist() == [1, 3, 5] and b.grad.tolist() == [1, 1, 1]
+    half = torch.nn.Parameter(torch.zeros(2, dtype=torch.bfloat16))
+    half.grad = torch.ones_like(half)
+    assert [[len(x) for x in xs] for xs in parallel.bundles([a, b, half, a], limit=5)] == [
+        [3], [3], [2], [3]]
+    assert [len(xs) for xs in parallel.bundles([a, b, half, a], limit=6)] == [2, 1, 1]
+    parallel.sum_gradients([half, a, b])
+    assert half.grad.tolist() == [2, 2] and a.grad.tolist() == [2, 6, 10]
 
     parallel.check_equal([a, b], "the weights")
     with torch.no_grad():

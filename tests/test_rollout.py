@@ -364,3 +364,18 @@ def test_recorded_decoding_is_eager_decoding(monkeypatch):
     b = generate(net, prompts(40, 61), seed=3, **ask)
     assert torch.equal(a.tokens, b.tokens) and torch.equal(a.logp_roll, b.logp_roll)
     assert not torch.equal(generate(net, prompts(40, 61), seed=4, **ask).tokens, b.tokens)
+
+
+@needs_gpu
+def test_no_room_to_record():
+    """Where memory has just run out a recording says so. Torch 2.11 alone ends the process."""
+    x, whole = torch.zeros(8, device="cuda"), torch.cuda.get_device_properties(0).total_memory
+    torch.cuda.empty_cache()
+    torch.cuda.set_per_process_memory_fraction(torch.cuda.memory_reserved() / whole)
+    try:
+        with pytest.raises(torch.OutOfMemoryError):
+            rollout_file.record(lambda: x.add_(1), x.device)
+    finally:
+        torch.cuda.set_per_process_memory_fraction(1.0)
+    rollout_file.record(lambda: x.add_(1), x.device)()
+    assert x.tolist() == [1] * 8
