@@ -1158,6 +1158,7 @@ REQUESTS = dict(  # part -> arguments of each of its tables
     lora=[dict(name=name, work=Work(B=4, P=8192, G=8, R=256, budget=1024), steps=1, rank=16)
           for name in (QWEN, LARGE)],
     cards=[dict(name=SMALL, work=Work(B=8, P=2048, G=8, R=256, budget=512), steps=5),
+           dict(name=SMALL, work=Work(B=8, P=8192, G=8, R=256, budget=1024), steps=5),
            dict(name=QWEN, work=Work(B=8, P=8192, G=8, R=256, budget=1024), steps=3)],
     memory=[dict(name=QWEN, lengths=[2**i for i in range(10, 17)],
                  sampled=Work(B=8, P=0, G=8, R=64, budget=1024),
