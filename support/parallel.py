@@ -80,17 +80,21 @@ def gather(value):
 
 
 class Apart(pickle.Pickler):
-    """Pickles a value without its tensors, which it collects."""
+    """Pickles a value; tensors are collected, and what is pickled asks `tensor_of` for them."""
 
     def __init__(self, file):
         super().__init__(file)
         self.tensors = []
 
-    def persistent_id(self, x):
+    def reducer_override(self, x):  # is not called for numbers and lists, of which there are many
         if not isinstance(x, torch.Tensor):
-            return None
+            return NotImplemented
         self.tensors.append(x.detach())
-        return len(self.tensors) - 1
+        return tensor_of, (len(self.tensors) - 1,)
+
+
+def tensor_of(i):
+    raise TypeError("what Apart has pickled is for Whole")
 
 
 class Whole(pickle.Unpickler):
@@ -98,7 +102,12 @@ class Whole(pickle.Unpickler):
 
     def __init__(self, file, tensors):
         super().__init__(file)
-        self.persistent_load = tensors.__getitem__
+        self.tensors = tensors
+
+    def find_class(self, module, name):
+        if (module, name) == (__name__, tensor_of.__name__):
+            return self.tensors.__getitem__
+        return super().find_class(module, name)
 
 
 def gather_tensors(tensors, kinds):
@@ -226,17 +235,19 @@ def ranks():
 
 def leave():
     ENDED.set()
+    WATCH.join(GRACE)  # a thread that still asks the store would abort the interpreter's end
     dist.destroy_process_group()
 
 
 def start():
-    global STORE
+    global STORE, WATCH
     STORE, number, n = next(dist.rendezvous("env://"))
     backend = "gloo"
     if torch.cuda.is_available():
         backend = "cpu:gloo,cuda:nccl"  # by where a tensor lies
     dist.init_process_group(backend, store=STORE, rank=number, world_size=n, timeout=PATIENCE)
-    threading.Thread(target=watch, args=(STORE.clone(),), daemon=True).start()
+    WATCH = threading.Thread(target=watch, args=(STORE.clone(),), daemon=True)
+    WATCH.start()
 
 
 def watch(store):
@@ -266,4 +277,5 @@ def fail(e, text):
 
 
 STORE = None                # what the launcher keeps for all ranks
+WATCH = None                # the thread of `watch`
 ENDED = threading.Event()   # has this rank ended well?

@@ -4,6 +4,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from types import SimpleNamespace
 
@@ -278,6 +279,26 @@ def test_ranks_talk(tmp_path):
     assert codes == [1, 1], printed
     assert printed[0].startswith("0 is here\nTraceback") and printed[1] == "1 is here\n"
     assert printed[0].endswith("RewardError: of rank 1\n")
+
+
+def test_the_end_waits_for_the_watch(monkeypatch):
+    """It may be asking the store, and a thread in there aborted the end of one run in thirty."""
+    asking, ended = threading.Event(), threading.Event()
+
+    class Store:
+        def check(self, keys):
+            asking.set()
+            time.sleep(0.3)
+            return False
+
+    thread = threading.Thread(target=parallel.watch, args=(Store(),), daemon=True)
+    for name, value in (("ENDED", ended), ("WATCH", thread)):
+        monkeypatch.setattr(parallel, name, value)
+    monkeypatch.setattr(torch.distributed, "destroy_process_group", lambda: None)
+    thread.start()
+    assert asking.wait(10)
+    parallel.leave()
+    assert not thread.is_alive()
 
 
 def test_what_several_ranks_cannot_do(monkeypatch):

@@ -497,10 +497,96 @@ def test_the_kept_samples_of_gsm8k_earn_what_they_earned():
     assert {want for _, want in seen} == {0, 1}
 
 
+def bench(name):
+    with open(f"results/bench-{name}-h200.json") as f:
+        return json.load(f)["tables"]
+
+
+def test_lora_is_that_of_the_logs():
+    """Times and peaks of one step, beside TRL's."""
+    page = [cells(x) for x in read("docs/yours.md").splitlines()]
+    for shape in ("Qwen2.5-7B", "Qwen2.5-1.5B"):
+        table, = bench(f"lora-{shape.lower()}")
+        assert table["facts"]["prompt"] == 8192 and table["facts"]["rank"] == 16
+        ours, trl, everything = table["rows"]
+        assert "LoRA" in ours["name"] and "TRL" in trl["name"] and "all" in everything["name"]
+        at, = [i for i, x in enumerate(page) if x[0] == shape and x[1].startswith("seconds")]
+        assert page[at][2:] == [
+            f"{x['ms'] / 1e3:.1f} ({x['rollout_s']:.1f} + {x['learn_s']:.1f})"
+            for x in (ours, trl, everything)]
+        assert page[at + 1][1:] == ["peak GB", *(f"{x['peak_gb']:.1f}"
+                                                 for x in (ours, trl, everything))]
+        for x in (ours, trl, everything):
+            assert f"{x['ms']:,.2f}" in read("results/bench-lora-h200.log")
+
+
+def test_cards_are_those_of_the_log():
+    """Samples per second of one card and of two, and steps of processes side by side."""
+    text = read("results/bench-cards-h200.log")
+    second, third = (next(x for x in text.split("\n# ") if x.startswith(n)) for n in ("2.", "3."))
+
+    def samples(part, shape, prompt, cards):
+        return [float(x) for x in re.findall(
+            rf"model {shape}, cards {cards}, .*prompt {prompt}, .*\nours +([\d.]+)", part)]
+
+    rows = [cells(x) for x in read("docs/yours.md").splitlines() if x.startswith("|")]
+    rows = [x for x in rows if len(x) == 5 and re.fullmatch(r"[\d,]+, [\d,]+", x[1])]
+    found = [(second, "qwen2.5-1.5b", 8192), (third, "qwen2.5-0.5b", 8192),
+             (second, "qwen2.5-0.5b", 2048), (third, "qwen2.5-0.5b", 2048)]
+    for (_, shape, one, two, times), which in zip(rows, found, strict=True):
+        ones, twos = samples(*which, cards=1), samples(*which, cards=2)
+        assert shape.startswith(f"{which[2]:,}, ") and len(ones) in (1, 2) and len(twos) == 1
+        assert one == ", ".join(f"{x:.1f}" for x in ones) and two == f"{twos[0]:.1f}"
+        assert times == f"{twos[0] / statistics.fmean(ones):.2f}"
+
+    def steps(start, what):
+        lists = [json.loads(x) for x in re.findall(
+            rf"^{start}.*: cards qwen2.5-0.5b {what}: .* ms (\[.*\])", text, re.MULTILINE)]
+        return statistics.median(sum(lists, [])) / 1e3
+
+    one, beside = steps("alone", "as it is"), steps("beside", "as it is")
+    halved = steps("rank 0 of 2", "8 threads, half of the cores each")
+    page = read("docs/yours.md")
+    assert f"slowed each other from {one:.2f} to {beside:.2f} s a step" in page
+    assert f"a step took {halved:.1f} s, x {2 * one / halved:.2f} of one card" in page
+    for shape in ("0.5b", "1.5b"):
+        found = re.search(rf"qwen2.5-{shape} ms .*\n((  .*\n)+)", text)[1]
+        ms = sum(map(float, re.findall(r"then ([\d.]+) ms", found)))
+        assert f"{ms:.0f} ms of" in page
+
+
+def test_commits_in_turns():
+    """docs/speed.md: the step of one commit over that of the commit beside it."""
+    pairs, before, peaks = {}, [], {}
+    for line in read("results/bench-step-turns-h200.log").splitlines():
+        if line.startswith("#"):
+            since = line.endswith("543fc69")
+            continue
+        which, shape, row = line.split(" ", 2)
+        row = json.loads(row)
+        before.append((which, row["ms"]))
+        if since:
+            peaks.setdefault(shape, set()).add(row["peak_gb"])
+        if len(before) == 2:
+            turn, before = dict(before), []
+            pairs.setdefault(shape, []).append(turn["tip"] / turn["base"])
+    large, small = pairs["qwen2.5-1.5b"], pairs["smollm2-135m"]
+    assert len(large) == 5 and len(small) == 11
+    text = read("docs/speed.md")
+    assert f"the 1.5B step takes {100 * statistics.median(large) - 100:.1f} % of the" in text
+    assert (f"SmolLM2's +{100 * statistics.median(small) - 100:.0f} % (median of eleven, which lie "
+            f"between {100 * min(small) - 100:.0f} and +{100 * max(small) - 100:.0f} %") in text
+    assert all(len(x) == 1 for x in peaks.values())
+
+
 def test_what_fits_is_that_of_the_log():
     """Of each table of bench fit the row that fitted, or else what would be needed."""
-    with open("results/bench-fit-h200.json") as f:
-        tables = json.load(f)["tables"]
+    # all weights: of the two last tables only how much is needed; the others ran with LoRA
+    everything, tables = bench("fit"), bench("fit-qwen2.5-1.5b")
+    for table in everything[-2:]:
+        assert table["rows"][-1]["name"].endswith("no limit")
+        assert f"it takes {table['rows'][-1]['peak_gb']:.1f} GB" in read("docs/reproduce.md")
+    tables = everything[:-2] + tables
     rows = [cells(x) for x in read("docs/reproduce.md").splitlines()
             if re.match(r"\| (16|24) GB \|", x)]
     assert len(rows) == len(tables) == 7
@@ -512,9 +598,6 @@ def test_what_fits_is_that_of_the_log():
         kept = "all" if facts["kept"] > facts["prompt"] else f"{facts['kept']:,}"
         assert shape == f"{facts['prompt']:,} + {facts['new_tokens']}, {kept}"
         assert all(row["note"] == "out of memory" for row in table["rows"][:-1])
-        if last["name"].endswith("no limit"):
-            assert (settings, peak, seconds) == (f"none: {last['peak_gb']:.1f} GB", "", "")
-            continue
         said = " ".join(f"--{x}" for x in last["name"].split())
         assert settings.strip("`") == (said if "=" in said else "defaults")
         assert (peak, seconds) == (f"{last['peak_gb']:.1f}", f"{last['ms'] / 1e3:.2f}")
