@@ -318,7 +318,7 @@ class Run:
         self.c, self.may_change, self.identity = c, may_change, identity or {}
         self.step, self.memory, self.learner = 0, {}, None
         self.held, self.signal, self.interrupted = None, 0, 0
-        self.beside, self.tracker = {}, None
+        self.beside, self.tracker, self.changed = {}, None, ""
         self.writes = parallel.rank() == 0
         self.saved, self.unsaved = None, not c.resume  # the checkpoint's step; is there more?
         if c.resume and c.overwrite:
@@ -535,14 +535,19 @@ class Run:
         for name, x in numbers.items():
             if isinstance(x, float) and not abs(x) < float("inf"):
                 raise FloatingPointError(f"{name} is {x} in step {self.step}; lower lr?")
-        self.append("log.jsonl", json.dumps(dict(kind=kind, **numbers), allow_nan=False) + "\n")
+        row = dict(kind=kind, **numbers)
+        if self.changed:
+            row["changed"], self.changed = self.changed, ""
+        self.append("log.jsonl", json.dumps(row, allow_nan=False) + "\n")
         if self.tracker:
             self.tracker.log(numbers)
 
     def watch(self, key, file, fingerprint):
-        """Say so where a file, which may change, is another than when the run was saved."""
+        """Say so, in the next line of the log too, where a file, which may change, is another than
+        when the run was saved."""
         if self.memory.get(key, fingerprint) != fingerprint:
             tell(f"{key}: {file} is another than before step {self.step}")
+            self.changed = key
         self.memory[key] = fingerprint
 
     def minutes_left(self):

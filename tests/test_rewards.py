@@ -320,7 +320,12 @@ def test_a_function_that_fails_loses_nothing(n, bug, where, say, mine, tmp_path,
     whole = tmp_path / "whole"
     train_here(*ask, f"--out_dir={whole}")
     assert "is another" not in capsys.readouterr().out
-    assert read_log(out) == read_log(whole) and len(read_log(out)[1]) == 3
+    log = read_log(out)
+    after = [row for rows in log for row in rows if "changed" in row]  # the next line says so too
+    assert [(row["kind"], row["step"]) for row in after] == [
+        ("step" if "training" in where else "eval", step)]
+    assert after[0].pop("changed") == "reward"
+    assert log == read_log(whole) and len(log[1]) == 3
     files = ("samples.txt", "model/model.safetensors")
     assert all((out / name).read_bytes() == (whole / name).read_bytes() for name in files)
 

@@ -61,6 +61,15 @@ def written(tmp_path_factory):
             train_here(*more, "--steps=2", "--eval_every=9", f"--out_dir={out}")
             for row in rows_of(out):
                 found[row["kind"]] |= row.keys()
+        more, = (more for more in SETTINGS if any("named" in x for x in more))
+        out = tmp_path_factory.mktemp("columns") / "again"
+        for args in (["--steps=1"], ["--steps=2", "--resume=True"]):
+            train_here(*more, *args, "--eval_every=9", f"--out_dir={out}")
+            with open(named / "named.py", "a") as f:
+                f.write("# another\n")
+        for row in rows_of(out):
+            found[row["kind"]] |= row.keys()
+        found["eval"].add("changed")  # where an evaluation comes first: tests/test_rewards.py
         rewards = torch.ones(1, 2).as_subclass(OnACard)
         patch.setattr(torch.cuda, "max_memory_allocated", lambda: 2e9)
         found["step"] |= train.facts(Nothing, rewards, {}).keys()
@@ -93,8 +102,8 @@ def test_the_table_asks_for_every_setting(finished):
     alone = set().union(*(row.keys() for row in rows_of(finished[0])))
     assert alone < documented().keys()
     assert documented().keys() - alone == {
-        "weight", "rejected", "value", "value_loss", "pairs", "margin", "ref_kl", "peak_gb",
-        "reward_NAME", "eval_compressed_NAME", "eval_dense_NAME"}
+        "changed", "weight", "rejected", "value", "value_loss", "pairs", "margin", "ref_kl",
+        "peak_gb", "reward_NAME", "eval_compressed_NAME", "eval_dense_NAME"}
 
 
 def test_evaluations_carry_texts(finished):
