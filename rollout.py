@@ -195,8 +195,9 @@ def record(step, device):
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.device(device):
         stream = stream_of(torch.cuda.current_device())
-        # a recording begins by allocating two numbers; without room beside this one for them, torch
-        # 2.11 would end the process instead of raising OutOfMemoryError
+        # A recording first allocates two numbers; where memory is full, torch 2.11 then ends the
+        # process. This raises OutOfMemoryError before, and there is room beside it as long as it is
+        # held: a recording also begins by giving back all that is free.
         with torch.cuda.stream(stream):
             room = torch.empty(1, device=device)
         # of other threads anything goes: NCCL's may ask for an event at any time
@@ -208,7 +209,7 @@ def record(step, device):
 
 @functools.cache
 def stream_of(card):
-    """One for all recordings: with each new one cuBLAS would keep 32 MB more."""
+    """One for all recordings on a card: with each new one cuBLAS would keep 32 MB more."""
     return torch.cuda.Stream(card)
 
 

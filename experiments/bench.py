@@ -7,8 +7,8 @@ on the card it stands on.
     python -m experiments.bench learner  # a group forward and backward: transformers, checkpointing
     python -m experiments.bench step     # a whole training step: TRL's GRPOTrainer
     python -m experiments.bench lora     # the same with LoRA: all weights, TRL with peft
-    python -m experiments.bench cards    # the same on several cards, after `torchrun --standalone
-                                         # --nproc_per_node=2 -m`, or on one, after `python -m`
+    python -m experiments.bench cards    # a step of one card, to compare with that of two:
+    torchrun --standalone --nproc_per_node=2 -m experiments.bench cards
     python -m experiments.bench memory   # peak against prompt length, the longest prompt that fits
     python -m experiments.bench fit      # a step on a card of 16 or 24 GB: memory is capped
     python -m experiments.bench all      # --quick: tiny shapes (all that a CPU is good for),
@@ -53,7 +53,7 @@ from support.configurator import Arguments, make_folder
 from support.lora import LoRA, targets_of
 from support.memory import ran_out, release
 from support.optimizer import Masters
-from support.run import one_line_errors, tell, write_text
+from support.run import choose_device, one_line_errors, tell, write_text
 
 # the new name of what this warns of is too new
 warnings.filterwarnings("ignore", message=".*gradient_checkpointing_enable.*",
@@ -727,7 +727,11 @@ def cards(report, name, work, steps):
                          cards=parallel.size(), B=f"{work.B} x {work.G}", prompt=work.P,
                          new_tokens=work.R, kept=work.budget, checkpointing=True,
                          timed=f"median of {steps} after a first one, wall clock of rank 0")
-    table.add("ours", our_step(name, work, steps=steps, checkpointing=True))
+    def row():
+        return our_step(name, work, steps=steps, checkpointing=True)
+
+    # a rank that went on without the others would wait for them
+    table.add("ours", row() if parallel.size() > 1 else attempt(row))
     release()
 
 
@@ -873,7 +877,7 @@ def trl_config(trl, out_dir, work, steps):
 
 # memory
 
-# settings that take less and less memory, and more time; the last trains fewer weights
+# settings that take less and less memory, and more time; the last trains fewer weights instead
 FRUGAL = (dict(), dict(micro_rows=8192), dict(checkpointing=True),
           dict(checkpointing=True, micro_rows=4096), dict(checkpointing=True, lora_rank=16))
 CONTEXT = 0.8  # GB of a card assumed to be taken by CUDA itself; cuda_gb says how many were
@@ -1233,9 +1237,8 @@ def request(a):
 
 def main(argv=None):
     a = arguments(argv)
-    if CUDA and parallel.launched():
-        torch.cuda.set_device(parallel.card())
     with one_line_errors(ValueError):
+        choose_device(SimpleNamespace(device="auto"))  # of several ranks each its own card
         wanted = request(a)
     about = facts()
     tell("; ".join(f"{k} {v:,.1f}" if isinstance(v, float) else f"{k} {v}"

@@ -5,9 +5,9 @@ Several processes that train one model (data parallel), started by torchrun.
 
 The idea. Each process, called a rank, holds the whole model. It takes its `share` of the work, and
 what depends on more than that is computed from what all ranks found (`gather`, `sum_gradients`), so
-that a run is the same for any number of ranks, up to rounding. Tensors on cards travel by NCCL,
-everything else by gloo, through the memory of the CPU. Without torchrun there is one rank:
-`share` is everything, `gather` a list of one, the rest does nothing.
+that a run is the same for any number of ranks, up to rounding. Tensors travel by NCCL where one of
+them lies on a card, all else by gloo, through the memory of the CPU. Without torchrun there is one
+rank: `share` is everything, `gather` a list of one, the rest does nothing.
 
 How it ends. A rank that fails says why, or rank 0 does in its place where it has to save first; no
 other does. They learn of it from the launcher's store, also while they wait in a collective, and
@@ -74,9 +74,8 @@ def gather(value):
     with among_ranks():
         dist.all_gather_object(found, (data.getvalue(), kinds))
         tensors = gather_tensors(apart.tensors, [kinds for _, kinds in found])
-    values = [Whole(io.BytesIO(data), xs).load() for (data, _), xs in zip(found, tensors)]
-    values[rank()] = value
-    return values
+    return [value if r == rank() else Whole(io.BytesIO(pickled), tensors[r]).load()
+            for r, (pickled, _) in enumerate(found)]
 
 
 class Apart(pickle.Pickler):
@@ -86,7 +85,7 @@ class Apart(pickle.Pickler):
         super().__init__(file)
         self.tensors = []
 
-    def reducer_override(self, x):  # is not called for numbers and lists, of which there are many
+    def reducer_override(self, x):  # persistent_id would be called for every number, too
         if not isinstance(x, torch.Tensor):
             return NotImplemented
         self.tensors.append(x.detach())
@@ -111,11 +110,11 @@ class Whole(pickle.Unpickler):
 
 
 def gather_tensors(tensors, kinds):
-    """Lists of tensors, one of each rank. kinds: of each rank, of each tensor: is it on a card, its
-    dtype, its shape. All travel as one row of bytes, by NCCL if one of them is on a card."""
-    sizes = [[-(-shape.numel() * dtype.itemsize // 8) * 8 for _, dtype, shape in its]
-             for its in kinds]  # multiples of 8, for any dtype may begin there
-    cuda = any(on_card for its in kinds for on_card, _, _ in its)
+    """A list of tensors for each rank. kinds: for each rank, of each of its tensors: is it on a
+    card, its dtype, its shape. All travel as one row of bytes, by NCCL if any is on a card."""
+    sizes = [[-(-shape.numel() * dtype.itemsize // 8) * 8 for _, dtype, shape in several]
+             for several in kinds]  # multiples of 8, for any dtype may begin there
+    cuda = any(on_card for several in kinds for on_card, _, _ in several)
     mine = torch.zeros(max(map(sum, sizes)), dtype=torch.uint8, device="cuda" if cuda else "cpu")
     for place, x in zip(mine[:sum(sizes[rank()])].split(sizes[rank()]), tensors):
         place[:x.nbytes] = x.reshape(-1).view(torch.uint8)
@@ -123,11 +122,11 @@ def gather_tensors(tensors, kinds):
     if len(mine):
         dist.all_gather(rows, mine)
     found = []
-    for row, its, of_it in zip(rows, kinds, sizes):
-        places = row[:sum(of_it)].split(of_it)
-        xs = [place[:shape.numel() * dtype.itemsize].view(dtype).view(shape)
-              for place, (_, dtype, shape) in zip(places, its)]
-        found.append([x if on_card else x.cpu() for x, (on_card, _, _) in zip(xs, its)])
+    for row, several, of_each in zip(rows, kinds, sizes):
+        found.append([])
+        for place, (on_card, dtype, shape) in zip(row[:sum(of_each)].split(of_each), several):
+            x = place[:shape.numel() * dtype.itemsize].view(dtype).view(shape)
+            found[-1].append(x if on_card else x.cpu())
     return found
 
 
@@ -168,8 +167,8 @@ def sum_gradients(params):
 
 
 def bundles(tensors, limit=2**22):
-    """Lists of tensors of one dtype, with so many numbers at most or of one tensor: many small
-    messages would take longer."""
+    """Lists of tensors, each of one dtype and at most so many numbers, or of one larger tensor:
+    many small messages take longer."""
     found, n = [], 0
     for x in tensors:
         n += x.numel()

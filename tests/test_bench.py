@@ -13,6 +13,7 @@ import grpo
 import rollout
 from conftest import Ranks
 from experiments import bench
+from support import parallel
 
 pytestmark = pytest.mark.skipif(
     bench.CUDA, reason="these are the CPU shapes; on a GPU run python -m experiments.bench all")
@@ -175,7 +176,19 @@ def test_lora_rows(results):
 
 def two_ranks(out):
     torch.set_num_threads(1)
+    update, seen = bench.train.update, []
+
+    def watched(model, opt, objective, r, **kwargs):
+        seen.append([r, kwargs["rewards"]])
+        return update(model, opt, objective, r, **kwargs)
+
+    bench.train.update = watched
     bench.main(["cards", "--quick", f"--out={out}"])
+    for r, rewards in seen:  # one update for all: four prompts, all different, two of each rank
+        assert len({tuple(p) for p in r.prompts}) == len(r.prompts) == len(rewards) == 4
+    both = parallel.gather([(r.prompts, r.tokens.tolist(), rewards) for r, rewards in seen])
+    for (a, b, x), (c, d, y) in zip(*both, strict=True):
+        assert a == c and b == d and torch.equal(x, y)
     with pytest.raises(SystemExit, match="^error: all is of one card: say it without torchrun, wh"):
         bench.main(["all", "--quick", f"--out={out}"])
 

@@ -234,7 +234,10 @@ def talk():
     assert [f["x"].tolist() for f in found] == [[0], [1, 1]]
     kinds = [torch.tensor(r == 0), torch.zeros(0, 3), torch.arange(6).view(2, 3).t() + r,
              torch.tensor([1.5, r], dtype=torch.bfloat16)[1:], torch.tensor([[True, False]] * 3)]
-    for n, several in enumerate(parallel.gather([kinds] * (1 + r))):
+    mine = [kinds] * (1 + r)
+    found = parallel.gather(mine)
+    assert found[r] is mine and found[1 - r][0] is not kinds
+    for n, several in enumerate(found):
         assert len(several) == 1 + n and all(f is several[0] for f in several)
         truth, empty, matrix, one, flags = several[0]
         assert truth.shape == () and truth.item() == (n == 0) and empty.shape == (0, 3)
@@ -282,7 +285,7 @@ def test_ranks_talk(tmp_path):
 
 
 def test_the_end_waits_for_the_watch(monkeypatch):
-    """It may be asking the store, and a thread in there aborted the end of one run in thirty."""
+    """It may be asking the store, and a thread in there may abort the interpreter's end."""
     asking, ended = threading.Event(), threading.Event()
 
     class Store:
@@ -394,7 +397,7 @@ two_cards = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two 
 
 @pytest.fixture(scope="module", params=["cpu", pytest.param("cuda", marks=two_cards)])
 def device(request):
-    """Gloo or NCCL sums gradients."""
+    """Where ranks talk by gloo, where by NCCL."""
     return request.param
 
 

@@ -368,7 +368,7 @@ def test_recorded_decoding_is_eager_decoding(monkeypatch):
 
 @needs_gpu
 def test_no_room_to_record():
-    """Where memory has just run out a recording says so. Torch 2.11 alone ends the process."""
+    """Where memory has just run out a recording says so; torch 2.11 by itself ends the process."""
     x, whole = torch.zeros(8, device="cuda"), torch.cuda.get_device_properties(0).total_memory
     torch.cuda.empty_cache()
     torch.cuda.set_per_process_memory_fraction(torch.cuda.memory_reserved() / whole)
