@@ -195,9 +195,9 @@ def record(step, device):
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.device(device):
         stream = stream_of(torch.cuda.current_device())
-        # A recording first allocates two numbers; where memory is full, torch 2.11 then ends the
-        # process. This raises OutOfMemoryError before, and there is room beside it as long as it is
-        # held: a recording also begins by giving back all that is free.
+        # In torch 2.11 a recording first allocates two numbers, and where memory is full that ends
+        # the process. This raises OutOfMemoryError before. There is room beside it while it is
+        # held, as a recording also begins by giving back all that is free.
         with torch.cuda.stream(stream):
             room = torch.empty(1, device=device)
         # of other threads anything goes: NCCL's may ask for an event at any time

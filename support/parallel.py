@@ -73,7 +73,7 @@ def gather(value):
     kinds = [(x.is_cuda, x.dtype, x.shape) for x in apart.tensors]
     with among_ranks():
         dist.all_gather_object(found, (data.getvalue(), kinds))
-        tensors = gather_tensors(apart.tensors, [kinds for _, kinds in found])
+    tensors = gather_tensors(apart.tensors, [kinds for _, kinds in found])
     return [value if r == rank() else Whole(io.BytesIO(pickled), tensors[r]).load()
             for r, (pickled, _) in enumerate(found)]
 
@@ -111,16 +111,18 @@ class Whole(pickle.Unpickler):
 
 def gather_tensors(tensors, kinds):
     """A list of tensors for each rank. kinds: for each rank, of each of its tensors: is it on a
-    card, its dtype, its shape. All travel as one row of bytes, by NCCL if any is on a card."""
+    card, its dtype, its shape. All travel as one row of bytes, of which they then are parts, by
+    NCCL if any is on a card."""
     sizes = [[-(-shape.numel() * dtype.itemsize // 8) * 8 for _, dtype, shape in several]
              for several in kinds]  # multiples of 8, for any dtype may begin there
     cuda = any(on_card for several in kinds for on_card, _, _ in several)
     mine = torch.zeros(max(map(sum, sizes)), dtype=torch.uint8, device="cuda" if cuda else "cpu")
     for place, x in zip(mine[:sum(sizes[rank()])].split(sizes[rank()]), tensors):
-        place[:x.nbytes] = x.reshape(-1).view(torch.uint8)
+        place[:x.nbytes] = x.contiguous().view(-1).view(torch.uint8)
     rows = [torch.empty_like(mine) for _ in kinds]
     if len(mine):
-        dist.all_gather(rows, mine)
+        with among_ranks():
+            dist.all_gather(rows, mine)
     found = []
     for row, several, of_each in zip(rows, kinds, sizes):
         found.append([])
@@ -152,17 +154,19 @@ def sum_gradients(params):
     """Add up the gradients of all ranks, which then have equal bits; a rank without one adds 0."""
     if size() == 1:
         return
+    grads = []
     for p in params:
         if p.grad is None:
             p.grad = torch.zeros_like(p)
-    with among_ranks():
-        for grads in bundles([p.grad for p in params]):
-            if len(grads) == 1:
-                dist.all_reduce(grads[0])
-                continue
-            row = torch.cat([grad.reshape(-1) for grad in grads])
+        grads.append(p.grad)
+    for several in bundles(grads):
+        row = several[0]
+        if len(several) > 1:
+            row = torch.cat([grad.reshape(-1) for grad in several])
+        with among_ranks():
             dist.all_reduce(row)
-            for grad, x in zip(grads, row.split([grad.numel() for grad in grads])):
+        if len(several) > 1:
+            for grad, x in zip(several, row.split([grad.numel() for grad in several])):
                 grad.copy_(x.view_as(grad))
 
 
@@ -234,12 +238,14 @@ def ranks():
 
 def leave():
     ENDED.set()
-    WATCH.join(GRACE)  # a thread that still asks the store would abort the interpreter's end
+    WATCH.join(GRACE)  # C++ may abort where a thread is in it when the interpreter ends
     dist.destroy_process_group()
 
 
 def start():
     global STORE, WATCH
+    # optimizers import it; later it would hold the group, whose threads may abort the program's end
+    import torch.distributed.nn.functional  # noqa: F401
     STORE, number, n = next(dist.rendezvous("env://"))
     backend = "gloo"
     if torch.cuda.is_available():

@@ -182,8 +182,15 @@ def two_ranks(out):
         seen.append([r, kwargs["rewards"]])
         return update(model, opt, objective, r, **kwargs)
 
-    bench.train.update = watched
+    generate, parts = bench.sampler.generate, []
+
+    def sampled(*args, part, **kwargs):
+        parts.append(part)
+        return generate(*args, part=part, **kwargs)
+
+    bench.train.update, bench.sampler.generate = watched, sampled
     bench.main(["cards", "--quick", f"--out={out}"])
+    assert parts == [(2 * parallel.rank(), 4)] * 2
     for r, rewards in seen:  # one update for all: four prompts, all different, two of each rank
         assert len({tuple(p) for p in r.prompts}) == len(r.prompts) == len(rewards) == 4
     both = parallel.gather([(r.prompts, r.tokens.tolist(), rewards) for r, rewards in seen])

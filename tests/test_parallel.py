@@ -237,6 +237,11 @@ def talk():
     mine = [kinds] * (1 + r)
     found = parallel.gather(mine)
     assert found[r] is mine and found[1 - r][0] is not kinds
+    column = torch.arange(6.).view(3, 2)[:, 0].requires_grad_()
+    assert [x.tolist() for x in parallel.gather(column)] == [[0, 2, 4]] * 2
+    assert not parallel.gather(column)[1 - r].requires_grad
+    with pytest.raises(RuntimeError):  # its own and no ConnectionError: no rank has gone
+        parallel.gather(torch.ones(2).to_sparse())
     for n, several in enumerate(found):
         assert len(several) == 1 + n and all(f is several[0] for f in several)
         truth, empty, matrix, one, flags = several[0]
@@ -249,6 +254,11 @@ def talk():
         b.grad = torch.ones(3)
     parallel.sum_gradients([a, b])
     assert a.grad.tolist() == [1, 3, 5] and b.grad.tolist() == [1, 1, 1]
+    turned = torch.nn.Parameter(torch.zeros(3, 2).t())
+    turned.grad = torch.tensor([[1., 2], [3, 4], [5, r]]).t()
+    assert not turned.grad.is_contiguous()
+    parallel.sum_gradients(x for x in (turned, b))
+    assert turned.grad.tolist() == [[2, 6, 10], [4, 8, 1]] and b.grad.tolist() == [2, 2, 2]
     half = torch.nn.Parameter(torch.zeros(2, dtype=torch.bfloat16))
     half.grad = torch.ones_like(half)
     assert [[len(x) for x in xs] for xs in parallel.bundles([a, b, half, a], limit=5)] == [
@@ -465,6 +475,52 @@ def test_a_rank_that_is_killed_loses_nothing_saved(device, whole, tmp_path):
     assert last.endswith("ckpt.pt holds step 2") and printed[1] == ""
     train_here(*args, "--resume=True")
     check_log(tmp_path / "out", whole)
+
+
+def killed_between(what):
+    """Rank 1 dies before a collective in which the other then waits."""
+    if parallel.rank() == 1:
+        setattr(parallel if what == "gather_tensors" else torch.distributed, what,
+                lambda *args: kill())
+    p = torch.nn.Parameter(torch.zeros(3))
+    parallel.gather(p) if what == "gather_tensors" else parallel.sum_gradients([p])
+
+
+@pytest.mark.parametrize("what", ("gather_tensors", "all_reduce"))
+def test_a_rank_that_is_killed_while_another_waits(what, tmp_path):
+    codes, printed = Ranks(2, tmp_path, killed_between, (what,)).wait()
+    assert codes == [1, -signal.SIGKILL], printed
+    assert "ConnectionError: another rank has ended without a word, killed perhaps (" in printed[0]
+
+
+THREADS = """
+import os
+import sys
+
+sys.path.insert(0, sys.argv[1])
+import train
+from support import parallel
+
+with parallel.ranks():
+    train.main(sys.argv[2:])
+if os.environ["RANK"] == "1":
+    tasks = os.listdir("/proc/self/task")
+    print(sorted(open(f"/proc/self/task/{task}/comm").read().strip() for task in tasks))
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="asks /proc for threads")
+def test_a_run_that_ends_well(tmp_path):
+    """It ends with 0, and no thread of a process group is left, as that may abort the end."""
+    (tmp_path / "threads.py").write_text(THREADS)
+    p = subprocess.run(
+        [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2",
+         "threads.py", ROOT, *FAST, "--steps=1", "--out_dir=out"],
+        cwd=tmp_path, capture_output=True, text=True, timeout=100)
+    assert p.returncode == 0, p.stderr
+    names = p.stdout.splitlines()[-1]
+    assert "held-out reward with the compressed cache" in p.stdout.splitlines()[-2]
+    assert "python" in names and "gloo" not in names, names
 
 
 REWARD = """

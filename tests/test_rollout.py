@@ -9,6 +9,7 @@ from conftest import SMALL, STOP, gap, largest_tensor, prompts, toy
 from grpo import replay
 from kvcache import Eviction
 from rollout import draw_token, generate
+from support.memory import release
 
 DEVICES = ["cpu"]
 if torch.cuda.is_available():
@@ -370,7 +371,7 @@ def test_recorded_decoding_is_eager_decoding(monkeypatch):
 def test_no_room_to_record():
     """Where memory has just run out a recording says so; torch 2.11 by itself ends the process."""
     x, whole = torch.zeros(8, device="cuda"), torch.cuda.get_device_properties(0).total_memory
-    torch.cuda.empty_cache()
+    release()  # graphs of other tests, which hold a little on the same stream
     torch.cuda.set_per_process_memory_fraction(torch.cuda.memory_reserved() / whole)
     try:
         with pytest.raises(torch.OutOfMemoryError):
