@@ -577,6 +577,10 @@ def test_commits_in_turns():
             "less and {:.0f} % more (five pairs, median {:.0f} % more: not resolved); peaks are "
             "equal").format(*(-x for x in large), -min(small), max(small),
                             statistics.median(small)) in read("docs/speed.md")
+    times = [re.search(rf"\n{commit}: (.*) ms, median ([\d.]+)\n", read("results/times.log"))
+             for commit in ("7614d2f", "91e02bc")]
+    assert all(f"{statistics.median(map(float, x[1].split())):.1f}" == x[2] for x in times)
+    assert f"takes {times[0][2]} ms against {times[1][2]} (" in read("docs/speed.md")
 
 
 def test_what_fits_is_that_of_the_log():
