@@ -15,6 +15,7 @@ from types import SimpleNamespace
 import torch
 
 from support.memory import compare
+from support.run import tell
 
 PHASES = dict(generate="sampling", update="learning", evaluate="evaluation")  # by function
 REACHES = dict(checkpointing=["learning"], micro_rows=["learning", "evaluation"],
@@ -100,4 +101,29 @@ def dry_run_of(train, c, net, problems, learner):
     small = SimpleNamespace(**{**vars(c), "prompts": 1, "eval_batch": 1,
                                "max_new_tokens": min(c.max_new_tokens, 4)})
     phases = dict(sampling=sampling, learning=learning, evaluation=evaluation)
-    compare(phases, c, c.device, trials=trials, first=small)
+    costs = compare(phases, c, c.device, trials=trials, first=small)
+    if all(cost.fits for cost in costs.values()):
+        tell_whole_run(train, c, net, opt=opt, n_eval=problems.n_eval,
+                       seconds={name: cost.seconds for name, cost in costs.items()})
+    tell("nothing was written")
+
+
+def tell_whole_run(train, c, net, opt, n_eval, seconds):
+    """How long a run would take if all were as long as what was measured, and its files."""
+    at = {*range(0, c.steps, c.eval_every), c.steps}
+    batches = sum(-(-min(train.problems_at(c, step), n_eval) // c.eval_batch) for step in at)
+    steps = c.steps * (seconds["sampling"] + seconds["learning"])
+    tell(f"at this size {c.steps} steps take {minutes(steps)}, {len(at)} evaluations "
+         f"{minutes(batches * seconds['evaluation'])}; files up to {disk(net, opt) / 1e9:.2f} GB")
+
+
+def minutes(seconds):
+    return f"{seconds / 60:.1f} min" if seconds < 7200 else f"{seconds / 3600:.1f} h"
+
+
+def disk(net, opt):
+    """Bytes of a run's two checkpoints and two models, and of the larger once more, as it is
+    written before the old one goes."""
+    checkpoint = 12 * sum(m.numel() for m in opt.masters)  # weight and two moments
+    model = sum(p.nbytes for p in net.parameters())
+    return 2 * (checkpoint + model) + max(checkpoint, model)

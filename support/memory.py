@@ -175,7 +175,8 @@ def measure_all(phases, c, device, known=None):
 
 
 def compare(phases, c, device, trials, first):
-    """Run the phases and print what each takes; then what the whole takes with other settings.
+    """Run the phases and print what each takes; then what the whole takes with other settings. ->
+    {name: Cost} of the phases, up to one that does not fit
 
     phases: {name: function of settings c}. first: settings of a small step, which makes whatever
     is made once. trials: function of the phase that holds the peak -> {name: (settings, names of
@@ -198,12 +199,12 @@ def compare(phases, c, device, trials, first):
     before = costs[worst].peak if costs[worst].fits else None
     if costs[worst].fits and before is None:
         tell("the peak is not known: this system does not say what a process holds")
-        return
+        return costs
     tell(f"with one setting changed that may lower {worst}:")
     for name, (other, reached) in trials(worst).items():
         known = {phase: cost for phase, cost in costs.items() if phase not in reached and cost.fits}
         tell_row(name, measure_all(phases, other, device, known), before)
-    tell("nothing was written")
+    return costs
 
 
 def highest(costs):

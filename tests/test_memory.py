@@ -9,7 +9,7 @@ import rollout
 import train
 from conftest import prompts, read_checkpoint, read_log, toy, train_here
 from experiments import ablate
-from support.dry_run import changed, dry_run_of, savings
+from support.dry_run import changed, disk, dry_run_of, savings, tell_whole_run
 from support.memory import Cost, compare, highest, measure, ran_out
 
 MB = 10**6
@@ -122,6 +122,9 @@ def test_dry_run_prints_peaks_and_writes_nothing(tmp_path, capsys, monkeypatch):
         assert value != str(train.DEFAULTS[key]) and float(seconds) > 0
         assert float(peak) - highest == pytest.approx(float(change), abs=2e-3)
     assert len(found) >= 5
+    line, last = printed.splitlines()[-2:]
+    assert re.fullmatch(r"at this size 4 steps take 0\.0 min, 3 evaluations 0\.\d min; files up to "
+                        r"0\.05 GB", line) and last == "nothing was written"
 
     def learns(*args, **kwargs):
         return update(*args, **{**kwargs, "lr": 1e-2})
@@ -129,6 +132,32 @@ def test_dry_run_prints_peaks_and_writes_nothing(tmp_path, capsys, monkeypatch):
     monkeypatch.setattr("support.dry_run.savings", lambda *args: {})
     train_here("--dry_run=True", f"--out_dir={tmp_path / 'out'}")
     assert not all(map(torch.equal, *weights))
+
+
+def test_dry_run_tells_of_the_whole_run(finished, capsys, monkeypatch):
+    """Steps and evaluations, the precise ones of more problems, at the seconds of one of them; the
+    files, as a run has left them."""
+    sizes = []
+    monkeypatch.setattr(train, "dry_run_of", lambda module, c, net, problems, learner: sizes.append(
+        disk(net, learner[1])))
+    train_here("--dry_run=True", "--out_dir=nowhere")
+    ckpt, model = (os.path.getsize(os.path.join(finished[0], name))
+                   for name in ("ckpt.pt", "model/model.safetensors"))
+    assert sizes[0] == pytest.approx(3 * ckpt + 2 * model, rel=0.02)
+    monkeypatch.setattr("support.dry_run.disk", lambda net, opt: 12.3e9)
+    c = train.settings(["--steps=40", "--eval_batch=16", "--eval_problems=32", "--eval_final=128"])
+    ask = dict(net=None, opt=None, n_eval=100,
+               seconds=dict(sampling=30.0, learning=60.0, evaluation=6.0))
+    capsys.readouterr()
+    for steps in (40, 400, 401):
+        c.steps = steps
+        tell_whole_run(train, c, **ask)
+    few, many, one_more = capsys.readouterr().out.splitlines()
+    # 7 batches of the precise evaluations, 2 of the others
+    assert few == ("at this size 40 steps take 60.0 min, 3 evaluations 2.1 min; files up to "
+                   "12.30 GB")
+    assert many.startswith("at this size 400 steps take 10.0 h, 21 evaluations 5.7 min; ")
+    assert one_more.startswith("at this size 401 steps take 10.0 h, 22 evaluations 5.9 min; ")
 
 
 def test_dry_run_leaves_a_run_alone(finished, monkeypatch):
