@@ -671,7 +671,8 @@ def step(report, name, work, steps, checkpointing):
 
 
 def our_step(name, work, steps, checkpointing, **more):
-    """As train.py does, at its defaults but for `more`, on each rank work.B prompts. -> row"""
+    """As train.py does, at its defaults but for `more`, on each rank work.B prompts. -> row; times:
+    seconds of each step, of its sampling, of its learning"""
     c = SimpleNamespace(**train.DEFAULTS | more)
     c.lr, c.checkpointing = 1e-6, checkpointing
     model, ids = ours(name), drawn(name, work.B * parallel.size(), work.P)

@@ -109,12 +109,14 @@ def dry_run_of(train, c, net, problems, learner):
 
 
 def tell_whole_run(train, c, net, opt, n_eval, seconds):
-    """How long a run would take if all were as long as what was measured, and its files."""
+    """How long a run would take if all were as long as what was measured, and its largest files.
+    seconds: {name of a phase: of one step, or of one batch of an evaluation}."""
     at = {*range(0, c.steps, c.eval_every), c.steps}
     batches = sum(-(-min(train.problems_at(c, step), n_eval) // c.eval_batch) for step in at)
     steps = c.steps * (seconds["sampling"] + seconds["learning"])
     tell(f"at this size {c.steps} steps take {minutes(steps)}, {len(at)} evaluations "
-         f"{minutes(batches * seconds['evaluation'])}; files up to {disk(net, opt) / 1e9:.2f} GB")
+         f"{minutes(batches * seconds['evaluation'])}; checkpoints and models take up to "
+         f"{disk(net, opt) / 1e9:.2f} GB")
 
 
 def minutes(seconds):

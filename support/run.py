@@ -308,7 +308,7 @@ class Run:
     steps done. memory: what later steps must know beside the learner; JSON. learner: what `save`
     was given, after a resume. signal: the number of the last one that came, or 0; interrupted: of
     the one that ends the run after this step. writes: is this rank 0? tracker: is told what is
-    logged.
+    logged. replaced: key of a file that is another than before, until the log says so.
 
     Raises, before anything is written, ValueError if the folder holds another run, what the run
     reads or files that no run made, is in use, or holds a checkpoint that is damaged or of other
@@ -318,7 +318,7 @@ class Run:
         self.c, self.may_change, self.identity = c, may_change, identity or {}
         self.step, self.memory, self.learner = 0, {}, None
         self.held, self.signal, self.interrupted = None, 0, 0
-        self.beside, self.tracker, self.changed = {}, None, ""
+        self.beside, self.tracker, self.replaced = {}, None, ""
         self.writes = parallel.rank() == 0
         self.saved, self.unsaved = None, not c.resume  # the checkpoint's step; is there more?
         if c.resume and c.overwrite:
@@ -536,8 +536,8 @@ class Run:
             if isinstance(x, float) and not abs(x) < float("inf"):
                 raise FloatingPointError(f"{name} is {x} in step {self.step}; lower lr?")
         row = dict(kind=kind, **numbers)
-        if self.changed:
-            row["changed"], self.changed = self.changed, ""
+        if self.replaced:
+            row["changed"], self.replaced = self.replaced, ""
         self.append("log.jsonl", json.dumps(row, allow_nan=False) + "\n")
         if self.tracker:
             self.tracker.log(numbers)
@@ -547,7 +547,7 @@ class Run:
         when the run was saved."""
         if self.memory.get(key, fingerprint) != fingerprint:
             tell(f"{key}: {file} is another than before step {self.step}")
-            self.changed = key
+            self.replaced = key
         self.memory[key] = fingerprint
 
     def minutes_left(self):

@@ -123,8 +123,8 @@ def test_dry_run_prints_peaks_and_writes_nothing(tmp_path, capsys, monkeypatch):
         assert float(peak) - highest == pytest.approx(float(change), abs=2e-3)
     assert len(found) >= 5
     line, last = printed.splitlines()[-2:]
-    assert re.fullmatch(r"at this size 4 steps take 0\.0 min, 3 evaluations 0\.\d min; files up to "
-                        r"0\.05 GB", line) and last == "nothing was written"
+    assert re.fullmatch(r"at this size 4 steps take 0\.0 min, 3 evaluations 0\.\d min; checkpoints "
+                        r"and models take up to 0\.05 GB", line) and last == "nothing was written"
 
     def learns(*args, **kwargs):
         return update(*args, **{**kwargs, "lr": 1e-2})
@@ -154,8 +154,8 @@ def test_dry_run_tells_of_the_whole_run(finished, capsys, monkeypatch):
         tell_whole_run(train, c, **ask)
     few, many, one_more = capsys.readouterr().out.splitlines()
     # 7 batches of the precise evaluations, 2 of the others
-    assert few == ("at this size 40 steps take 60.0 min, 3 evaluations 2.1 min; files up to "
-                   "12.30 GB")
+    assert few == ("at this size 40 steps take 60.0 min, 3 evaluations 2.1 min; checkpoints "
+                   "and models take up to 12.30 GB")
     assert many.startswith("at this size 400 steps take 10.0 h, 21 evaluations 5.7 min; ")
     assert one_more.startswith("at this size 401 steps take 10.0 h, 22 evaluations 5.9 min; ")
 
