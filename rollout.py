@@ -14,6 +14,7 @@ streaming.
 """
 import functools
 import operator
+from contextlib import suppress
 from dataclasses import dataclass, field
 from itertools import groupby
 
@@ -192,25 +193,51 @@ def record(step, device):
     by one, the host is the limit. What changes from token to token (slot, position, random numbers)
     must be read from the device, nothing in step() may wait for it, and every tensor that step()
     touches must stay at its address until the last replay: generate's frame holds them."""
-    graph = torch.cuda.CUDAGraph()
     with torch.cuda.device(device):
-        stream = stream_of(torch.cuda.current_device())
-        # In torch 2.11 a recording first allocates two numbers, and where memory is full that ends
-        # the process. This raises OutOfMemoryError before. There is room beside it while it is
-        # held, as a recording also begins by giving back all that is free.
-        with torch.cuda.stream(stream):
-            room = torch.empty(1, device=device)
-        # of other threads anything goes: NCCL's may ask for an event at any time
-        with torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"):
-            step()
-        del room
+        graph = None
+        if a_quarter_is_free():
+            with suppress(torch.OutOfMemoryError):
+                graph = capture(step)
+        if graph is None:  # a recording cannot use what lies free among others' tensors
+            RECORDED.clear()
+            torch.cuda.empty_cache()
+            graph = capture(step)
     return graph.replay
+
+
+def a_quarter_is_free():
+    """Of the current card, or of the share of it that this process may take? Others may need it."""
+    free, whole = torch.cuda.mem_get_info()
+    share = whole * torch.cuda.get_per_process_memory_fraction()
+    return min(free, share - torch.cuda.memory_reserved()) > share / 4
+
+
+def capture(step):
+    """`record`'s graph, on the current card. torch.cuda.graph would give back all free memory
+    first: of a small model a fifth of a training step goes into giving and getting it again."""
+    card = torch.cuda.current_device()
+    graph, last = torch.cuda.CUDAGraph(), RECORDED.get(card)
+    with torch.cuda.stream(stream_of(card)):
+        # in torch 2.11 a recording first allocates two numbers, and where memory is full that ends
+        # the process; this leaves room for them, or raises OutOfMemoryError
+        torch.empty(1024, device="cuda")
+        # of other threads anything goes: NCCL's may ask for an event at any time
+        graph.capture_begin(pool=last and last.pool(), capture_error_mode="thread_local")
+        try:
+            step()
+        finally:
+            graph.capture_end()
+    RECORDED[card] = graph
+    return graph
 
 
 @functools.cache
 def stream_of(card):
     """One for all recordings on a card: with each new one cuBLAS would keep 32 MB more."""
     return torch.cuda.Stream(card)
+
+
+RECORDED = {}  # card -> its last graph: the next one works in the same memory
 
 
 @torch.no_grad()

@@ -329,6 +329,7 @@ def test_what_several_ranks_cannot_do(monkeypatch):
 
 def test_cards_of_ranks(monkeypatch):
     """A rank takes the card of its number on its machine."""
+    monkeypatch.delenv("NCCL_MULTI_RANK_GPU_ENABLE", raising=False)
     taken = []
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
@@ -348,6 +349,14 @@ def test_cards_of_ranks(monkeypatch):
         chosen("cuda:1")
     monkeypatch.setenv("LOCAL_RANK", "2")
     with pytest.raises(ValueError, match="more ranks than the 2 cards here: --nproc_per_node=2"):
+        chosen("cuda")
+    # where NCCL is told that ranks may share one
+    monkeypatch.setenv("NCCL_MULTI_RANK_GPU_ENABLE", "1")
+    assert chosen("cuda") == "cuda:0" and taken[-1] == 0
+    monkeypatch.setenv("LOCAL_RANK", "1")
+    assert chosen("cuda") == "cuda:1"
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
+    with pytest.raises(ValueError, match="torch finds no CUDA"):
         chosen("cuda")
 
 
@@ -402,7 +411,10 @@ def check_log(out, whole):
         assert a.read() == b.read()
 
 
-two_cards = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+SHARED = os.environ.get("NCCL_MULTI_RANK_GPU_ENABLE") == "1"
+two_cards = pytest.mark.skipif(
+    torch.cuda.device_count() < 2 - SHARED,
+    reason="needs two GPUs, or one, NCCL 2.31 and NCCL_MULTI_RANK_GPU_ENABLE=1")
 
 
 @pytest.fixture(scope="module", params=["cpu", pytest.param("cuda", marks=two_cards)])

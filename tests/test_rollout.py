@@ -367,16 +367,70 @@ def test_recorded_decoding_is_eager_decoding(monkeypatch):
     assert not torch.equal(generate(net, prompts(40, 61), seed=4, **ask).tokens, b.tokens)
 
 
+@pytest.fixture
+def grant():
+    """function: from now on this process may have no more memory than it holds, but for so many
+    bytes; what a test frees it still holds."""
+    rollout_file.RECORDED.clear()
+    release()
+    whole = torch.cuda.get_device_properties(0).total_memory
+
+    def at_most(more=0):
+        torch.cuda.set_per_process_memory_fraction((torch.cuda.memory_reserved() + more) / whole)
+
+    yield at_most
+    torch.cuda.set_per_process_memory_fraction(1.0)
+
+
 @needs_gpu
-def test_no_room_to_record():
+def test_no_room_to_record(grant):
     """Where memory has just run out a recording says so; torch 2.11 by itself ends the process."""
-    x, whole = torch.zeros(8, device="cuda"), torch.cuda.get_device_properties(0).total_memory
-    release()  # graphs of other tests, which hold a little on the same stream
-    torch.cuda.set_per_process_memory_fraction(torch.cuda.memory_reserved() / whole)
-    try:
-        with pytest.raises(torch.OutOfMemoryError):
-            rollout_file.record(lambda: x.add_(1), x.device)
-    finally:
-        torch.cuda.set_per_process_memory_fraction(1.0)
+    x = torch.zeros(8, device="cuda")
+    grant()
+    with pytest.raises(torch.OutOfMemoryError):
+        rollout_file.record(lambda: x.add_(1), x.device)
+    torch.cuda.set_per_process_memory_fraction(1.0)
     rollout_file.record(lambda: x.add_(1), x.device)()
     assert x.tolist() == [1] * 8
+
+
+@needs_gpu
+@pytest.mark.parametrize("more", (0, 200 * 2**20))
+def test_a_recording_gets_what_is_free(grant, monkeypatch, more):
+    """It cannot work in memory that is free among other tensors: where there is little or too
+    little beside it, that is given back, and it records in that."""
+    x = torch.zeros((), device="cuda")
+
+    def step():
+        x.add_(torch.ones(2**26, device="cuda").sum())  # 256 MB
+
+    torch.empty(2**28 + 2**25, dtype=torch.uint8, device="cuda")
+    step()  # in the same memory, which is free now, and held
+    grant(more)
+    assert rollout_file.a_quarter_is_free() == (more > 0)
+    with monkeypatch.context() as m:  # control
+        m.setattr(torch.cuda, "empty_cache", lambda: None)
+        with pytest.raises(torch.OutOfMemoryError):
+            rollout_file.record(step, x.device)
+    rollout_file.record(step, x.device)()
+    assert x.item() == 2 * 2**26
+
+
+@needs_gpu
+def test_recordings_leave_memory_where_it_is(grant):
+    """They give nothing back while a quarter of it is free, and the next one takes the memory of
+    the last; else they give back what they can."""
+    net = toy().to("cuda")
+
+    def given_back():
+        before = torch.cuda.memory_stats()["num_device_free"]
+        generate(net, prompts(40, 61), 4, 24, **SMALL)
+        return torch.cuda.memory_stats()["num_device_free"] - before
+
+    given_back()
+    torch.empty(2**26, dtype=torch.uint8, device="cuda")  # as a learner leaves it
+    given_back()
+    held = torch.cuda.memory_reserved()
+    assert [given_back() for _ in range(3)] == [0] * 3 and torch.cuda.memory_reserved() == held
+    grant(2**24)
+    assert given_back() > 0 and torch.cuda.memory_reserved() < held
