@@ -6,21 +6,20 @@ G samples per prompt from the compressed cache, one token per sample and step. I
 log-probability each token was drawn with, and which keys were dropped when: the Shadow Mask, which
 grpo.py replays.
 
-On a GPU the decoding step is recorded once per rollout as a CUDA graph and replayed for every
-further token; between two replays the cache may evict response keys.
+On a GPU the decoding step is recorded once per rollout as a CUDA graph (fast/record.py) and
+replayed for every further token; between two replays the cache may evict response keys.
 
 Left out on purpose: top-p and top-k (they cut the support and bias every ratio), beam search,
 streaming.
 """
-import functools
 import operator
-from contextlib import suppress
 from dataclasses import dataclass, field
 from itertools import groupby
 
 import torch
 
 from fast.launch import kernels
+from fast.record import record
 from fast.sampling import sample_triton
 from kvcache import Eviction, KVCache, NotFinite
 from shadow_attn import prepare, shadow_attention
@@ -184,60 +183,6 @@ def token_ids(name, ids, vocab_size):
         if not 0 <= token < vocab_size:
             raise ValueError(f"{name} holds token id {token}, the vocabulary has {vocab_size}")
     return ids
-
-
-def record(step, device):
-    """Record what step() launches on a card in a CUDA graph, without running it. -> its replay
-
-    Decoding launches hundreds of kernels per token that last a few microseconds each: launched one
-    by one, the host is the limit. What changes from token to token (slot, position, random numbers)
-    must be read from the device, nothing in step() may wait for it, and every tensor that step()
-    touches must stay at its address until the last replay: generate's frame holds them."""
-    with torch.cuda.device(device):
-        graph = None
-        if a_quarter_is_free():
-            with suppress(torch.OutOfMemoryError):
-                graph = capture(step)
-        if graph is None:  # a recording cannot use what lies free among others' tensors
-            RECORDED.clear()
-            torch.cuda.empty_cache()
-            graph = capture(step)
-    return graph.replay
-
-
-def a_quarter_is_free():
-    """Of the current card, or of the share of it that this process may take? Others may need it."""
-    free, whole = torch.cuda.mem_get_info()
-    share = whole * torch.cuda.get_per_process_memory_fraction()
-    return min(free, share - torch.cuda.memory_reserved()) > share / 4
-
-
-def capture(step):
-    """`record`'s graph, on the current card. torch.cuda.graph would give back all free memory
-    first: of a small model a fifth of a training step goes into giving and getting it again."""
-    card = torch.cuda.current_device()
-    graph, last = torch.cuda.CUDAGraph(), RECORDED.get(card)
-    with torch.cuda.stream(stream_of(card)):
-        # in torch 2.11 a recording first allocates two numbers, and where memory is full that ends
-        # the process; this leaves room for them, or raises OutOfMemoryError
-        torch.empty(1024, device="cuda")
-        # of other threads anything goes: NCCL's may ask for an event at any time
-        graph.capture_begin(pool=last and last.pool(), capture_error_mode="thread_local")
-        try:
-            step()
-        finally:
-            graph.capture_end()
-    RECORDED[card] = graph
-    return graph
-
-
-@functools.cache
-def stream_of(card):
-    """One for all recordings on a card: with each new one cuBLAS would keep 32 MB more."""
-    return torch.cuda.Stream(card)
-
-
-RECORDED = {}  # card -> its last graph: the next one works in the same memory
 
 
 @torch.no_grad()

@@ -563,39 +563,88 @@ def test_cards_are_those_of_the_log():
 
 
 def test_commits_in_turns():
-    """docs/speed.md: the step of 543fc69 over that of the commit beside it."""
-    part = read("results/bench-step-turns-h200.log").split("machine: 543fc69\n")[1]
-    rows = [line.split(" ", 2) for line in part.splitlines()]
-    ratios = {}
-    for (a, shape, x), (b, same, y) in zip(rows[::2], rows[1::2], strict=True):
+    """docs/speed.md: the step of a commit over that of another beside it."""
+    text, page = read("results/bench-step-turns-h200.log"), read("docs/speed.md")
+    part = text.split("machine: 543fc69\n")[1].split("\n\n")[0]
+    rows = [line.split(" ", 2) for line in part.splitlines() if "1.5b" in line]
+    ratios = []
+    for (a, _, x), (b, _, y) in zip(rows[::2], rows[1::2], strict=True):
         turn = {a: json.loads(x), b: json.loads(y)}
-        assert shape == same and turn["tip"]["peak_gb"] == turn["base"]["peak_gb"]
-        ratios.setdefault(shape, []).append(100 * turn["tip"]["ms"] / turn["base"]["ms"] - 100)
-    large, small = sorted(ratios["qwen2.5-1.5b"])[::-1], ratios["smollm2-135m"]
-    assert len(large) == 2 and len(small) == 5
-    assert ("the 1.5B step takes {:.0f} and {:.0f} % less (two pairs), SmolLM2's between {:.0f} % "
-            "less and {:.0f} % more (five pairs, median {:.0f} % more: not resolved); peaks are "
-            "equal").format(*(-x for x in large), -min(small), max(small),
-                            statistics.median(small)) in read("docs/speed.md")
+        assert turn["tip"]["peak_gb"] == turn["base"]["peak_gb"]
+        ratios.append(100 - 100 * turn["tip"]["ms"] / turn["base"]["ms"])
+    assert "takes {:.0f} and {:.0f} % less (two pairs)".format(*sorted(ratios)) in page
+    for number, sentence in (
+            (2, "14c700e takes {before} of the time of 91e02bc (standard error {before_error}, "
+                "eight sets of twelve steps), a draft of 0a1ca51 {tip} ({tip_error})"),
+            (3, "0a1ca51 itself, on a noisier machine, {tip} ({tip_error}, four sets)")):
+        part = text.split(f"\n# {number}. ")[1].split("\n\n")[0]
+        rows = [json.loads(x) for x in part.splitlines() if x.startswith("{")]
+        said = {}
+        for arm in ("before", "tip"):
+            base, ratios = None, []
+            for row in rows:
+                ms = statistics.median(row["steps"])
+                base = ms if row["arm"] == "base" else base
+                assert abs(ms / base - row["ratio"]) < 3e-3 and abs(ms - row["ms"]) < 0.6
+                assert abs(float(row["peak_gb"]) - 11.57) < 0.0116  # 0.1 %
+                ratios += [row["ratio"]] if row["arm"] == arm else []
+            if ratios:
+                error = statistics.stdev(ratios) / len(ratios)**0.5
+                said |= {arm: f"{statistics.fmean(ratios):.2f}", f"{arm}_error": f"{error:.2f}"}
+                assert len(ratios) == {2: 8, 3: 4}[number]
+        assert sentence.format(**said) in page
+    held = {arm: float(x) for arm, x in re.findall(r'"arm": "(\w+)".*"reserved_gb": "(.*?)"', text)}
+    assert f"torch then holds {held['tip']:.1f} GB instead of {held['base']:.1f}" in " ".join(
+        page.split())
+    ours, *theirs = bench("step-smollm2-135m")[0]["rows"]
+    assert "It then took {:.2f} s, TRL {:.1f} s in fp32 and {:.1f} s in bf16".format(
+        *(row["ms"] / 1e3 for row in (ours, *theirs))) in page
     times = [re.search(rf"\n{commit}: (.*) ms, median ([\d.]+)\n", read("results/times.log"))
              for commit in ("7614d2f", "91e02bc")]
     assert all(f"{statistics.median(map(float, x[1].split())):.1f}" == x[2] for x in times)
-    assert f"takes {times[0][2]} ms against {times[1][2]} (" in read("docs/speed.md")
+    assert f"takes {times[0][2]} ms against {times[1][2]} (" in page
+
+
+def test_what_the_host_costs():
+    """The tables of docs/speed.md and their log."""
+    text, page = read("results/host-h200.log"), read("docs/speed.md")
+    rows = [cells(x) for x in page.splitlines() if "an update of 8 x 8" in x]
+    learns = [re.search(r"learn: wall .*, busy (\d+) ms, .* kernels (\d+),", x).groups()
+              for x in text.split("\n['")[1:] if "profile']" in x]
+    clocks = re.findall(r"profile'\].*= \d+ \+ (\d+),", text)
+    arms = {}
+    for shape, arm, whole, learn, peak, single in re.findall(
+            r"^(\S+) \d+ (\w+) median ms (\d+) = \d+ \+ (\d+), peak ([\d.]+) (\[.*\])", text,
+            re.MULTILINE):
+        steps = json.loads(single)
+        assert abs(statistics.median(steps) - int(whole)) <= 1
+        arms[shape[:5], arm] = int(whole), learn, float(peak), steps
+    assert len(rows) == len(learns) == len(clocks) == 2 and len(arms) == 9
+    for row, (busy, kernels), clock, shape in zip(rows, learns, clocks, ("qwen2", "smoll")):
+        _, said, works, says = row
+        assert said == f"{int(kernels):,}" and works == f"{busy} ms"
+        assert says.split(", ")[0] == f"{clock} ms" and f", {arms[shape, 'base'][1]}" in says
+    (base, _, peak, _), (large, _, lower, _) = arms["qwen2", "base"], arms["qwen2", "large"]
+    assert (f"step took {large:,} ms instead of {base:,}, at a peak of {lower:.1f} GB instead of "
+            f"{peak:.1f}") in page
+    base, without = arms["smoll", "base"][0], arms["smoll", "noempty"][0]
+    assert f"cost SmolLM2 {base - without} of {base} ms a step" in page
+    (_, _, _, one), (_, _, _, two) = arms["qwen2", "base"], arms["smoll", "base"]
+    assert (f"lie between {min(one) / 1e3:.2f} and {max(one) / 1e3:.2f} s, or {min(two) / 1e3:.2f} "
+            f"and {max(two) / 1e3:.2f}") in page
 
 
 def test_what_fits_is_that_of_the_log():
     """Of each table of bench fit the row that fitted, or else what would be needed."""
-    # all weights: of the two last tables only how much is needed; the others ran with LoRA
-    everything, tables = bench("fit"), bench("fit-qwen2.5-1.5b")
-    for table in everything[-2:]:
+    tables, before = bench("fit"), bench("fit-no-lora")
+    for table in before[-2:]:
         last = table["rows"][-1]
         assert last["name"].endswith("no limit")
         assert f"it takes {last['peak_gb']:.1f} GB at least" in read("docs/reproduce.md")
-    tables = everything[:-2] + tables
     rows = [cells(x) for x in read("docs/reproduce.md").splitlines()
             if re.match(r"\| (16|24) GB \|", x)]
     assert len(rows) == len(tables) == 7
-    cuda = [row["cuda_gb"] for table in everything + tables for row in table["rows"]]
+    cuda = [row["cuda_gb"] for table in before + tables for row in table["rows"]]
     assert f"(it took {min(cuda):.2f} to {max(cuda):.2f})" in read("docs/reproduce.md")
     for (card, model, shape, settings, peak, seconds), table in zip(rows, tables):
         facts, last = table["facts"], table["rows"][-1]

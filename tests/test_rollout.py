@@ -6,6 +6,7 @@ import torch
 
 import rollout as rollout_file
 from conftest import SMALL, STOP, gap, largest_tensor, prompts, toy
+from fast import record
 from grpo import replay
 from kvcache import Eviction
 from rollout import draw_token, generate
@@ -371,7 +372,7 @@ def test_recorded_decoding_is_eager_decoding(monkeypatch):
 def grant():
     """function: from now on this process may have no more memory than it holds, but for so many
     bytes; what a test frees it still holds."""
-    rollout_file.RECORDED.clear()
+    record.RECORDED.clear()
     release()
     whole = torch.cuda.get_device_properties(0).total_memory
 
@@ -388,9 +389,9 @@ def test_no_room_to_record(grant):
     x = torch.zeros(8, device="cuda")
     grant()
     with pytest.raises(torch.OutOfMemoryError):
-        rollout_file.record(lambda: x.add_(1), x.device)
+        record.record(lambda: x.add_(1), x.device)
     torch.cuda.set_per_process_memory_fraction(1.0)
-    rollout_file.record(lambda: x.add_(1), x.device)()
+    record.record(lambda: x.add_(1), x.device)()
     assert x.tolist() == [1] * 8
 
 
@@ -407,12 +408,12 @@ def test_a_recording_gets_what_is_free(grant, monkeypatch, more):
     torch.empty(2**28 + 2**25, dtype=torch.uint8, device="cuda")
     step()  # in the same memory, which is free now, and held
     grant(more)
-    assert rollout_file.a_quarter_is_free() == (more > 0)
+    assert record.a_quarter_is_free() == (more > 0)
     with monkeypatch.context() as m:  # control
         m.setattr(torch.cuda, "empty_cache", lambda: None)
         with pytest.raises(torch.OutOfMemoryError):
-            rollout_file.record(step, x.device)
-    rollout_file.record(step, x.device)()
+            record.record(step, x.device)
+    record.record(step, x.device)()
     assert x.item() == 2 * 2**26
 
 
