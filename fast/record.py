@@ -6,48 +6,50 @@ launched one by one, the host is the limit. Recorded once, they are launched tog
 further token.
 
 What changes from token to token (slot, position, random numbers) must be read from the device,
-nothing in a step may wait for it, and every tensor that it touches must stay at its address until
-the last replay.
+nothing in a step may wait for the device, and every tensor that a step touches must stay at its
+address until the last replay: the frame of rollout.generate holds them.
 
-Left out: recordings that outlive a rollout, several at a time on a card.
+Left out: replaying in a later rollout, several recordings at a time on a card.
 """
 import functools
 from contextlib import suppress
 
 import torch
 
-RECORDED = {}  # card -> its last graph: the next one works in the same memory
+RECORDED = {}  # card -> the last graph there, whose memory the next one takes over
 
 
 def record(step, device):
     """Record what step() launches on a card, without running it. -> function that runs it. Raises
-    OutOfMemoryError."""
+    OutOfMemoryError where it does not fit.
+
+    torch.cuda.graph would first give the card back all memory that torch holds without use. Of
+    SmolLM2-135M's training step on an H200 a fifth went into giving it back and getting it again,
+    so that is done where memory is short only."""
     with torch.cuda.device(device):
-        graph = None
+        card, graph = torch.cuda.current_device(), None
         if a_quarter_is_free():
-            with suppress(torch.OutOfMemoryError):
-                graph = capture(step)
-        if graph is None:  # it cannot work in what is free among other tensors
-            RECORDED.clear()
+            with suppress(RuntimeError):  # whatever a recording says that ran out of memory
+                graph = RECORDED[card] = capture(step, RECORDED.get(card))
+        if graph is None:
+            RECORDED.pop(card, None)
             torch.cuda.empty_cache()
-            graph = capture(step)
+            graph = capture(step)  # not kept: others need its memory soon
     return graph.replay
 
 
 def a_quarter_is_free():
-    """Of the current card, or of the share of it that this process may take. Else others may need
-    what this process holds and does not use."""
+    """Is a quarter of the current card held by nobody, or of the part of it that this process may
+    take? If not, others may need what this process holds without use."""
     free, whole = torch.cuda.mem_get_info()
-    share = whole * torch.cuda.get_per_process_memory_fraction()
-    return min(free, share - torch.cuda.memory_reserved()) > share / 4
+    part = whole * torch.cuda.get_per_process_memory_fraction()
+    return min(free, part - torch.cuda.memory_reserved()) > part / 4
 
 
-def capture(step):
-    """The graph of a step, on the current card. torch.cuda.graph would give back all free memory
-    first: of a small model a fifth of a training step goes into giving and getting it again."""
-    card = torch.cuda.current_device()
-    graph, last = torch.cuda.CUDAGraph(), RECORDED.get(card)
-    with torch.cuda.stream(stream_of(card)):
+def capture(step, last=None):
+    """The graph of a step, on the current card. last: a graph that will not be replayed again."""
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.stream(stream_of(torch.cuda.current_device())):
         # in torch 2.11 a recording first allocates two numbers, and where memory is full that ends
         # the process; this leaves room for them, or raises OutOfMemoryError
         torch.empty(1024, device="cuda")
@@ -57,7 +59,6 @@ def capture(step):
             step()
         finally:
             graph.capture_end()
-    RECORDED[card] = graph
     return graph
 
 

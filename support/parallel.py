@@ -52,7 +52,7 @@ def launched():
 
 def card():
     """Which card of its machine a rank is to use: one of its own, or one that it shares where NCCL
-    (from 2.31) is told to allow that, which is slow and good for tests."""
+    (2.31 can, 2.28 cannot) is told to allow that, which is slow and good for tests."""
     number = int(os.environ["LOCAL_RANK"])
     if os.environ.get("NCCL_MULTI_RANK_GPU_ENABLE") == "1":
         return number % max(1, torch.cuda.device_count())

@@ -350,11 +350,15 @@ def test_cards_of_ranks(monkeypatch):
     monkeypatch.setenv("LOCAL_RANK", "2")
     with pytest.raises(ValueError, match="more ranks than the 2 cards here: --nproc_per_node=2"):
         chosen("cuda")
+    monkeypatch.setenv("NCCL_MULTI_RANK_GPU_ENABLE", "0")
+    with pytest.raises(ValueError, match="more ranks than the 2 cards here"):
+        chosen("cuda")
     # where NCCL is told that ranks may share one
     monkeypatch.setenv("NCCL_MULTI_RANK_GPU_ENABLE", "1")
     assert chosen("cuda") == "cuda:0" and taken[-1] == 0
-    monkeypatch.setenv("LOCAL_RANK", "1")
-    assert chosen("cuda") == "cuda:1"
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 3)
+    monkeypatch.setenv("LOCAL_RANK", "5")
+    assert chosen("cuda") == "cuda:2" and taken[-1] == 2
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
     with pytest.raises(ValueError, match="torch finds no CUDA"):
         chosen("cuda")
@@ -414,7 +418,7 @@ def check_log(out, whole):
 SHARED = os.environ.get("NCCL_MULTI_RANK_GPU_ENABLE") == "1"
 two_cards = pytest.mark.skipif(
     torch.cuda.device_count() < 2 - SHARED,
-    reason="needs two GPUs, or one, NCCL 2.31 and NCCL_MULTI_RANK_GPU_ENABLE=1")
+    reason="needs two GPUs, or one, a recent NCCL and NCCL_MULTI_RANK_GPU_ENABLE=1")
 
 
 @pytest.fixture(scope="module", params=["cpu", pytest.param("cuda", marks=two_cards)])

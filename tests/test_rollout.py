@@ -1,5 +1,7 @@
 """rollout.py: sampling, stops, batches, refusals; on a GPU the recorded step and bf16."""
+from contextlib import nullcontext
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -368,12 +370,54 @@ def test_recorded_decoding_is_eager_decoding(monkeypatch):
     assert not torch.equal(generate(net, prompts(40, 61), seed=4, **ask).tokens, b.tokens)
 
 
+@pytest.mark.parametrize("free, whole, part, held, enough", [
+    (26, 100, 1.0, 70, True), (24, 100, 1.0, 10, False),   # others hold the rest
+    (90, 100, 0.5, 37, True), (90, 100, 0.5, 38, False)])  # it may take half
+def test_a_quarter_is_free(monkeypatch, free, whole, part, held, enough):
+    for name, value in dict(mem_get_info=(free, whole), get_per_process_memory_fraction=part,
+                            memory_reserved=held).items():
+        monkeypatch.setattr(torch.cuda, name, lambda value=value: value)
+    assert record.a_quarter_is_free() == enough
+
+
+@pytest.mark.parametrize("free, fails, want", [
+    (True, 0, ["capture after last"]), (False, 0, ["give back", "capture"]),
+    (True, 1, ["capture after last", "give back", "capture"]),
+    (False, 1, ["give back", "capture", "raise"]),
+    (True, 2, ["capture after last", "give back", "capture", "raise"])])
+def test_when_a_recording_gives_memory_back(monkeypatch, free, fails, want):
+    """Only where it must; what then was recorded goes with its rollout."""
+    done, last = [], SimpleNamespace()
+    made = SimpleNamespace(replay=lambda: None)
+
+    def capture(step, last=None):
+        done.append("capture after last" if last else "capture")
+        if done.count("capture") + done.count("capture after last") <= fails:
+            raise RuntimeError("the end of a recording, which hides that memory ran out")
+        return made
+
+    for owner, name, value in (
+            (torch.cuda, "device", lambda device: nullcontext()),
+            (torch.cuda, "current_device", lambda: 1), (record, "capture", capture),
+            (torch.cuda, "empty_cache", lambda: done.append("give back")),
+            (record, "a_quarter_is_free", lambda: free), (record, "RECORDED", {0: last, 1: last})):
+        monkeypatch.setattr(owner, name, value)
+    try:
+        assert record.record(None, "cuda:1") is made.replay
+    except RuntimeError:
+        done.append("raise")
+    assert done == want
+    assert record.RECORDED == ({0: last, 1: made} if done == ["capture after last"] else {0: last})
+
+
 @pytest.fixture
 def grant():
     """function: from now on this process may have no more memory than it holds, but for so many
     bytes; what a test frees it still holds."""
     record.RECORDED.clear()
     release()
+    if not record.a_quarter_is_free():
+        pytest.skip("others use this card")
     whole = torch.cuda.get_device_properties(0).total_memory
 
     def at_most(more=0):
@@ -381,6 +425,7 @@ def grant():
 
     yield at_most
     torch.cuda.set_per_process_memory_fraction(1.0)
+    record.RECORDED.clear()
 
 
 @needs_gpu
@@ -395,18 +440,28 @@ def test_no_room_to_record(grant):
     assert x.tolist() == [1] * 8
 
 
-@needs_gpu
-@pytest.mark.parametrize("more", (0, 200 * 2**20))
-def test_a_recording_gets_what_is_free(grant, monkeypatch, more):
-    """It cannot work in memory that is free among other tensors: where there is little or too
-    little beside it, that is given back, and it records in that."""
-    x = torch.zeros((), device="cuda")
+def counter():
+    return torch.zeros((), device="cuda", dtype=torch.float64)
 
+
+def adds(x, mb):
+    """A step that takes so many MB and adds to x how many."""
     def step():
-        x.add_(torch.ones(2**26, device="cuda").sum())  # 256 MB
+        x.add_(torch.ones(mb * 2**17, device="cuda", dtype=torch.float64).sum() / 2**17)
+    return step
 
-    torch.empty(2**28 + 2**25, dtype=torch.uint8, device="cuda")
-    step()  # in the same memory, which is free now, and held
+
+@needs_gpu
+@pytest.mark.parametrize("more", (0, 400 * 2**20))
+def test_a_recording_gets_what_is_unused(grant, monkeypatch, more):
+    """It cannot work in memory that torch holds without use: where there is little or too little
+    beside it, that is given back, and it records in that."""
+    x = counter()
+    with torch.cuda.stream(record.stream_of(x.device.index)):
+        beside = counter()  # with room for what a recording allocates before it begins
+    torch.empty(544 * 2**20, dtype=torch.uint8, device="cuda")
+    step = adds(x, 512)
+    step()  # in the same memory, which is then unused
     grant(more)
     assert record.a_quarter_is_free() == (more > 0)
     with monkeypatch.context() as m:  # control
@@ -414,7 +469,22 @@ def test_a_recording_gets_what_is_free(grant, monkeypatch, more):
         with pytest.raises(torch.OutOfMemoryError):
             record.record(step, x.device)
     record.record(step, x.device)()
-    assert x.item() == 2 * 2**26
+    assert x.item() == 2 * 512 and not record.RECORDED and beside.item() == 0
+
+
+@needs_gpu
+def test_a_recording_gets_the_memory_of_the_last(grant):
+    """Also where it needs more than that, and there is no other."""
+    x = counter()
+    record.record(adds(x, 64), x.device)()
+    held = torch.cuda.memory_reserved()
+    record.record(adds(x, 64), x.device)()
+    assert torch.cuda.memory_reserved() == held and x.item() == 128
+    grant(16 * 2**20)
+    record.record(adds(x, 72), x.device)()
+    assert x.item() == 200
+    with pytest.raises(torch.OutOfMemoryError):  # control
+        record.record(adds(x, 256), x.device)
 
 
 @needs_gpu
