@@ -288,7 +288,12 @@ def read_checkpoint(out_dir):
 
 # Triton's interpreter
 
-@pytest.fixture(scope="session")
+def pytest_collection_modifyitems(items):
+    """Its processes work beside all other tests, so what they found is asked for last."""
+    items.sort(key=lambda item: item.name == "test_kernels_in_interpreter")
+
+
+@pytest.fixture(scope="session", autouse=True)
 def interpreters(request):
     """{test file: process that runs its module's KERNELS in Triton's CPU interpreter}, a process as
     TRITON_INTERPRET must be set before the import; all files at the same time."""
