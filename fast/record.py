@@ -12,7 +12,6 @@ address until the last replay: the frame of rollout.generate holds them.
 Left out: replaying in a later rollout, several recordings at a time on a card.
 """
 import functools
-from contextlib import suppress
 
 import torch
 
@@ -29,8 +28,11 @@ def record(step, device):
     with torch.cuda.device(device):
         card, graph = torch.cuda.current_device(), None
         if a_quarter_is_free():
-            with suppress(RuntimeError):  # whatever a recording says that ran out of memory
+            try:
                 graph = RECORDED[card] = capture(step, RECORDED.get(card))
+            except RuntimeError as e:  # the end of a recording may hide what ended it
+                if not any(isinstance(x, torch.OutOfMemoryError) for x in (e, e.__context__)):
+                    raise
         if graph is None:
             RECORDED.pop(card, None)
             torch.cuda.empty_cache()

@@ -380,20 +380,38 @@ def test_a_quarter_is_free(monkeypatch, free, whole, part, held, enough):
     assert record.a_quarter_is_free() == enough
 
 
-@pytest.mark.parametrize("free, fails, want", [
-    (True, 0, ["capture after last"]), (False, 0, ["give back", "capture"]),
-    (True, 1, ["capture after last", "give back", "capture"]),
-    (False, 1, ["give back", "capture", "raise"]),
-    (True, 2, ["capture after last", "give back", "capture", "raise"])])
-def test_when_a_recording_gives_memory_back(monkeypatch, free, fails, want):
-    """Only where it must; what then was recorded goes with its rollout."""
-    done, last = [], SimpleNamespace()
+def runs_out():
+    raise torch.OutOfMemoryError("out of memory")
+
+
+def hides_that():
+    try:
+        runs_out()
+    finally:
+        raise RuntimeError("the recording could not be ended")
+
+
+def goes_wrong():
+    raise RuntimeError("a mistake of the step's own")
+
+
+@pytest.mark.parametrize("free, failures, want", [
+    (True, [], ["capture after last"]), (False, [], ["give back", "capture"]),
+    (True, [runs_out], ["capture after last", "give back", "capture"]),
+    (True, [hides_that], ["capture after last", "give back", "capture"]),
+    (True, [runs_out] * 2, ["capture after last", "give back", "capture", "raise"]),
+    (True, [goes_wrong], ["capture after last", "raise"]),
+    (False, [runs_out], ["give back", "capture", "raise"])])
+def test_when_a_recording_gives_memory_back(monkeypatch, free, failures, want):
+    """Only where it must, and for no other failure; what then was recorded goes with its
+    rollout."""
+    done, last, left = [], SimpleNamespace(), [*failures]
     made = SimpleNamespace(replay=lambda: None)
 
     def capture(step, last=None):
         done.append("capture after last" if last else "capture")
-        if done.count("capture") + done.count("capture after last") <= fails:
-            raise RuntimeError("the end of a recording, which hides that memory ran out")
+        if left:
+            left.pop()()
         return made
 
     for owner, name, value in (
@@ -406,8 +424,11 @@ def test_when_a_recording_gives_memory_back(monkeypatch, free, fails, want):
         assert record.record(None, "cuda:1") is made.replay
     except RuntimeError:
         done.append("raise")
-    assert done == want
-    assert record.RECORDED == ({0: last, 1: made} if done == ["capture after last"] else {0: last})
+    assert done == want and not left
+    kept = {0: last}
+    if "give back" not in want:
+        kept[1] = last if failures else made
+    assert record.RECORDED == kept
 
 
 @pytest.fixture
