@@ -11,17 +11,16 @@ stay rotated to their true positions; nothing is renumbered.
 A method is one function that scores the keys of one prompt (or of one sample's response) and one
 line in EVICT. How the budget is spread over layers and KV heads is a choice of its own (SPREAD).
 
-Departures. SnapKV (arXiv 2404.14469): attention sinks are protected (StreamingLLM, 2309.17453),
-the query heads of a KV head vote together, pooling takes the largest (its LongBench settings; its
-class defaults to the average). R-KV (2505.24133): sinks are protected too, the prompt, shared by
+Departures. SnapKV (arXiv 2404.14469): attention sinks are protected (StreamingLLM, 2309.17453), the
+query heads of a KV head vote together, pooling takes the largest (its LongBench settings; its class
+defaults to the mean: pool_by). R-KV (2505.24133): sinks are protected too, the prompt, shared by
 its group, is compressed once and each response by itself; lambda is the paper's 0.1 (its code:
-0.07). H2O (2306.14048): one budget for heavy hitters and recent keys, of which `window` are
-recent, all of them keys that are there (its code's recent budget counts the next token too);
-attention adds up from `period` queries at a time. StreamingLLM: positions are not renumbered, and
-as prompt and response have budgets of their own the prompt's last keys never slide out. PyramidKV
-(2406.02069): its line over the layers, rounded so that together they keep n_layer x budget. Ada-KV
-(2407.11550): no KV head keeps more than twice the mean of what is free, so that storage stays
-rectangular.
+0.07). H2O (2306.14048): one budget for heavy hitters and recent keys, of which `window` are recent,
+all of them keys that are there (its code's recent budget counts the next token too); attention adds
+up from `period` queries at a time. StreamingLLM: positions are not renumbered, and as prompt and
+response have budgets of their own the prompt's last keys never slide out. PyramidKV (2406.02069):
+its line over the layers, rounded so that together they keep n_layer x budget. Ada-KV (2407.11550):
+no KV head keeps more than twice the mean of what is free, so that storage stays rectangular.
 """
 from dataclasses import dataclass
 
@@ -47,6 +46,7 @@ class Eviction:
     window: int = 32         # the last keys: always kept, and it is their queries that vote
     sinks: int = 4           # the first keys, on which trained models park attention: always kept
     pool: int = 7            # odd width in keys over which SnapKV and R-KV pool their votes
+    pool_by: str = "max"     # a name in POOL: the largest of neighbouring votes, or their mean
     response_budget: int | None = None  # response keys kept, window included; None: all
     period: int = 128        # decoding steps between evictions of response keys
     spread: str = "uniform"  # a name in SPREAD: how the budget is spread over layers and KV heads
@@ -57,6 +57,8 @@ class Eviction:
             raise ValueError(f"unknown eviction method {method!r}: choose from {', '.join(EVICT)}")
         if self.spread not in SPREAD:
             raise ValueError(f"unknown spread {self.spread!r}: choose from {', '.join(SPREAD)}")
+        if self.pool_by not in POOL:
+            raise ValueError(f"unknown pool_by {self.pool_by!r}: choose from {', '.join(POOL)}")
         if window < 1 or sinks < 0 or not 1 <= self.pool < 1000 or self.pool % 2 == 0:
             raise ValueError(f"window {window} must be at least 1, sinks {sinks} at least 0, "
                              f"pool {self.pool} odd and below 1000")
@@ -134,21 +136,21 @@ def attention(q, k, elsewhere=None):
 
 def snapkv(q, k, e, elsewhere=None):
     """Votes (2404.14469, eq. 5): the attention that a key receives from the last W queries, summed
-    over them, averaged over the query heads of a KV head, and max-pooled over neighbouring keys,
-    so that what belongs together stays together."""
+    over them, averaged over the query heads of a KV head, and pooled over neighbouring keys, so
+    that what belongs together stays together."""
     votes = received(q, k, elsewhere)                                     # (nkv, g, n)
     votes = votes.mean(1)[:, :len(k) - e.window]                          # the window stays anyway
-    votes = max_pool(votes, e.pool)
+    votes = pooled(votes, e)
     return F.pad(votes, (0, e.window))                                    # (nkv, n)
 
 
 def rkv(q, k, e, elsewhere=None):
     """0.1 importance - 0.9 redundancy (2505.24133, as in its code). Importance: for each of the
     last W queries the softmax over the candidates, all keys before the window, of the largest logit
-    of the query heads; mean over the queries, max-pooled. So attention to anything else has no
+    of the query heads; mean over the queries, pooled. So attention to anything else has no
     influence. Redundancy: softmax over all keys of their `similarity`."""
     n = len(k) - e.window                                                 # candidates
-    importance = max_pool(relative(q, k[:n]), e.pool)                     # (nkv, n)
+    importance = pooled(relative(q, k[:n]), e)                            # (nkv, n)
     redundancy = similarity(k).softmax(-1)[:, :n]
     return F.pad(0.1 * importance - (1 - 0.1) * redundancy, (0, e.window))
 
@@ -465,9 +467,13 @@ def relative(q, k):
     return torch.cat(total)
 
 
-def max_pool(x, pool):
-    """(nkv, n): each key gets the largest of `pool` neighbouring scores."""
-    return F.max_pool1d(x[None], pool, stride=1, padding=pool // 2)[0]
+def pooled(x, e):
+    """(nkv, n): each key gets the largest, or the mean, of e.pool neighbouring scores; for the
+    mean those past either end count as 0, as in SnapKV's code."""
+    return POOL[e.pool_by](x[None], e.pool, stride=1, padding=e.pool // 2)[0]
+
+
+POOL = {"max": F.max_pool1d, "mean": F.avg_pool1d}
 
 
 def similarity(k, similar=0.5):

@@ -35,7 +35,7 @@ from data.rewards import RewardError, check_reward, find_reward, means
 from data.tasks import TASKS, Problems, judge
 from data.tokenizer import Tokenizer
 from grpo import CORRECTIONS, GRPO, NORMS, replay
-from kvcache import EVICT, SPREAD, Eviction
+from kvcache import EVICT, POOL, SPREAD, Eviction
 from model import Transformer, find_checkpoint, read_config
 from objectives.dpo import DPO
 from objectives.ppo import PPO
@@ -85,7 +85,8 @@ budget = 56              # prompt keys kept per layer and KV head, window and si
 spread = "uniform"       # of the budget over layers and KV heads: uniform, pyramid, adaptive
 window = 20              # last prompt rows: kept, and their attention votes; 8 .. 64
 sinks = 2                # first prompt keys that are never dropped, in tokens; 0 .. 16
-pool = 7                 # width in keys over which votes are max-pooled; odd, 1 .. 21
+pool = 7                 # width in keys over which votes are pooled; odd, 1 .. 21
+pool_by = "max"          # max: the largest of neighbouring votes, or their mean
 response_budget = 0      # response keys kept per layer and KV head, window included; 0: all
 period = 128             # steps between evictions of response keys; 8 .. 512
 # learner
@@ -96,6 +97,7 @@ ratio_to = "learner"     # of the clipped ratio: the learner before its update, 
 ref_kl = 0.0             # weight of the learner's KL to the initial model, k3; 0 .. 1
 distill = 0.1            # weight of one policy's KL to its teacher, over the vocabulary; 0 .. 1
 distill_to = "dense"     # the policy that has a teacher: dense or shadow
+distill_by = "kl"        # or one_sided: where the teacher's log-prob of a sampled token is higher
 distill_on = "reward"    # all, or reward: each response weighs its reward, within 0 .. 1
 teacher = "other"        # the other policy, or initial: the same policy before training
 norm = "sequence"        # loss reduction: sequence (GRPO), token (DAPO), constant (Dr. GRPO)
@@ -123,6 +125,7 @@ grad_clip = 1.0          # largest gradient norm
 eval_every = 20          # steps; also before step 0 and at the end
 eval_problems = 128      # how many
 eval_final = 128         # how many before step 0 and in the last two; 1024 in experiments
+eval_first = 0           # number of the first: others for choosing settings than for judging them
 eval_batch = 128         # problems decoded at once
 eval_evict = "auto"      # its compressed cache: auto (as evict; snapkv where that is none), a name
 save_every = 20          # steps between checkpoints and between samples
@@ -131,7 +134,8 @@ DEFAULTS = {key: value for key, value in globals().items()
             if isinstance(value, (bool, int, float, str)) and key[0].islower()}
 CHOICES = dict(
     evict=list(EVICT), spread=list(SPREAD), objective=list(OBJECTIVES), learner=["shadow", "dense"],
-    distill_to=["dense", "shadow"], distill_on=["all", "reward"], teacher=["other", "initial"],
+    distill_to=["dense", "shadow"], distill_by=["kl", "one_sided"], distill_on=["all", "reward"],
+    teacher=["other", "initial"], pool_by=list(POOL),
     correction=["none", *CORRECTIONS], ratio_to=["learner", "sampler"], norm=list(NORMS),
     dtype=["auto", "float32", "bfloat16"], tracker=["none", *TRACKERS],
     eval_evict=["auto", *(name for name in EVICT if name != "none")])
@@ -143,8 +147,8 @@ RANGES = dict(
     prompts=(1, 10**6), group=(1, 10**6), prompt_tokens=(1, MANY), max_new_tokens=(1, MANY),
     period=(1, MANY), updates=(1, 1000), micro_rows=(1, MANY), steps=(1, MANY),
     eval_every=(1, MANY), eval_problems=(1, 10**6), eval_final=(1, 10**6), eval_batch=(1, 10**6),
-    save_every=(1, MANY), warmup=(0, MANY), budget=(0, MANY), window=(0, MANY), sinks=(0, MANY),
-    response_budget=(0, MANY), temperature=(1e-2, 100), ref_kl=(0, 100), distill=(0, 100),
+    eval_first=(0, MANY), save_every=(1, MANY), warmup=(0, MANY), budget=(0, MANY),
+    window=(0, MANY), sinks=(0, MANY), response_budget=(0, MANY), temperature=(1e-2, 100), ref_kl=(0, 100), distill=(0, 100),
     clip=(0, 1), clip_high=(0, 100), lr=(1e-12, 1), gamma=(0, 1), lam=(0, 1), value_coef=(0, 100),
     beta=(1e-6, 100), beta2=(0, 0.9999), weight_decay=(0, 1), grad_clip=(1e-6, 1e6),
     seed=(0, 2**40), shots=(0, 1000), lora_rank=(0, 10**6), lora_alpha=(1e-6, 1e6))
@@ -209,6 +213,7 @@ def main(argv):
             if run.step % c.save_every == 0 or run.step == c.steps - 1:
                 write_samples(run, tok, batch[0], rollout=rollout, rewards=rewards)
             run.memory["kv"] = rollout.kv
+            run.memory["idle"] = run.memory.get("idle", 0) + (log["grad_norm"] == 0)
             run.step += 1
         if run.finished and not run.interrupted:
             finish(run, net, opt)
@@ -272,18 +277,17 @@ def update(net, opt, objective, rollout, rewards, c, lr, teacher=None):
             x = {name: values[indices] for name, values in batch.items()}
 
             # one forward pass under the logged mask scores both policies, (B, G, R) each
-            out = replay(net, part, policies, distill_to=c.distill_to if c.distill else None,
-                         stats=not done, checkpointing=c.checkpointing, value=objective.value,
-                         teacher=teacher)
+            out = replay(net, part, policies, distill_to=student_of(c), stats=not done,
+                         checkpointing=c.checkpointing, value=objective.value, teacher=teacher)
 
             # the ratio to the learner is 1 on the first update: GRPO's loss is 0, not its gradient
             loss, numbers = objective.loss(
                 out, part=part, batch=x, old=old.get(i), whole=rollout)
             if c.distill:
-                scale = x["scale"]  # KL(student || teacher) is reduced like the loss
+                scale = x["scale"]  # the distance of student and teacher is reduced like the loss
                 if c.distill_on == "reward":
                     scale = scale * part.rewards.clamp(0, 1)[..., None]   # (B, G, R)
-                kl = (scale * out["kl"]).sum()
+                kl = (scale * distance(out, c)).sum()
                 loss = loss + c.distill * kl
                 metrics.add(kl=kl.item())
             loss.backward()
@@ -307,6 +311,20 @@ def policies_of(c):
         # replay gives entropy and values of the last
         return ("dense", "shadow") if c.learner == "shadow" else ("shadow", "dense")
     return (c.learner,)
+
+
+def student_of(c):
+    """The policy whose KL to its teacher replay computes, or None."""
+    return c.distill_to if c.distill and c.distill_by == "kl" else None
+
+
+def distance(out, c):
+    """How far the student is from its teacher, by token (B, G, R). one_sided: max(log-prob of the
+    teacher - of the student, 0) of the sampled token, as the first author's code estimates it."""
+    if c.distill_by == "kl":
+        return out["kl"]
+    teacher = "shadow" if c.distill_to == "dense" else "dense"
+    return (out[teacher].detach() - out[c.distill_to]).relu()
 
 
 def summary(done):
@@ -449,7 +467,9 @@ def evaluate_both(c, run, net, tok, problems):
     for name, found in (("compressed", sparse), ("dense", dense)):
         lines = "".join(sample(*response) for response in found["samples"])
         run.append("samples.txt", f"--- eval {run.step}, {name} cache\n{lines}")
-    run.log("eval", dict(e, texts=side_by_side(sparse["samples"], dense["samples"])))
+    texts = side_by_side(sparse["samples"], dense["samples"])
+    run.memory.setdefault("answers", [texts[0], None])[1] = texts[0]  # before and after
+    run.log("eval", dict(e, texts=texts))
     named = "".join(f"{name} {x:.3f}, " for name, x in e.items()
                     if name.startswith(("eval_compressed_", "eval_dense_")))
     tell(f"eval {run.step:4d} | held-out reward ({n} problems), greedy: "
@@ -508,7 +528,7 @@ def eviction_of(c, method=None):
     responses = None if method == "none" else c.response_budget or None
     return Eviction(
         method=method, budget=c.budget, window=c.window, sinks=c.sinks, pool=c.pool,
-        response_budget=responses, period=c.period, spread=c.spread)
+        pool_by=c.pool_by, response_budget=responses, period=c.period, spread=c.spread)
 
 
 def eviction_of_evaluation(c):
@@ -540,6 +560,9 @@ def settings(argv):
     if not c.out_dir:
         raise ValueError("out_dir is empty")
     check_tracker(c.tracker)
+    if c.distill and c.distill_by == "one_sided" and c.teacher == "initial":
+        raise ValueError("distill_by=one_sided compares the two policies of one model: it takes "
+                         "teacher=other")
     return c
 
 
@@ -621,7 +644,8 @@ def problems_of(c, tok, rule, n_eval):
     return Problems(
         c.task, tok, seed=c.seed, tokens=c.prompt_tokens, n_eval=n_eval,
         template=parse_object(c.template or "{}", "template"), skip_long=c.skip_long,
-        eval_task=c.eval_task, shots=c.shots, raw_text=c.raw_text, rule=rule)
+        eval_task=c.eval_task, shots=c.shots, raw_text=c.raw_text, rule=rule,
+        eval_first=c.eval_first)
 
 
 def choose_dtype(c, folder):
@@ -780,9 +804,23 @@ def finish(run, net, opt):
     tell(f"KV cache of a rollout: {kv['kept']:,} bytes kept, {kv['dense']:,} dense "
          f"(1/{kv['dense'] / kv['kept']:.1f}), {shared:,} dense with each prompt shared by its "
          f"group (1/{shared / kv['kept']:.1f})")
+    if run.memory["idle"]:
+        tell(f"in {run.memory['idle']} of {run.step} steps the gradient was exactly 0, as where all "
+             "groups earn the same throughout: they changed nothing")
+    show_answers(*run.memory["answers"])
     tell("held-out reward with the compressed cache: "
          f"{first['eval_compressed']:.3f} -> {last['eval_compressed']:.3f} "
          f"(dense cache {first['eval_dense']:.3f} -> {last['eval_dense']:.3f})")
+
+
+def show_answers(before, after):
+    """Print the first held-out problem's answers from both caches, before and after training."""
+    tell(f"the first held-out problem: {before['question']}")
+    tell(f"  right answer          {before['answer']}")
+    for when, found in (("before", before), ("after", after)):
+        for cache in ("compressed", "dense"):
+            tell(f"  {when + ', ' + cache:20}  {found[cache].strip()[:200]!r}, reward "
+                 f"{found['reward_' + cache]:.2f}")
 
 
 if __name__ == "__main__":

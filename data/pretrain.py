@@ -4,9 +4,10 @@ Makes the small checkpoint in data/tiny/ from nothing: a tokenizer, a Qwen3-shap
 
     python -m data.pretrain [FOLDER]      # data/tiny unless named
 
-The idea. The checkpoint should look up codes in a list of facts, one or several at once, as the
-tasks kv, kv4 and kv16 ask. On real prompts right after copying a small model stays at "some code of
-the list". A curriculum helps:
+The idea. RL should have something to teach, so the checkpoint is a base model that can nearly do
+the tasks kv, kv4 and kv16: it finds a code in a list of facts, but does not yet know the form of
+an answer with several codes. On real prompts right after copying a small model stays at "some code
+of the list". A curriculum helps:
 1. copying. Rows of random tokens in which one span stands twice, at other places in every row,
    until the model continues the second occurrence: this forms the induction circuit (what came
    after this token the last time?).
@@ -15,14 +16,14 @@ the list". A curriculum helps:
    as accuracy allows, fewer and fewer kinds of them, until they are the real prompts. Each list of
    facts is asked about several times, to be efficient.
    Codes are found first; the order of the keys in long answers comes last.
-3. doubt. Such a model is sure, and RL has nothing to gain from it. So in the last steps a code in
-   an answer is often another one of the list: the model learns to be that unsure, of numbers alone.
-   Its greedy answers stay right.
+It ends in the middle of that: at the first step, looked at every 5 once the prompts are whole, at
+which sampled answers to kv4 earn `target`. Then some reward is there to learn from, and the form is
+not. Later snapshots know the form: then the full cache has nothing left to learn (docs/results.md).
 
-data/tiny: seed 0; stages 1 and 2, 1,601 steps, on one H200 (1.8 minutes, twice with equal bits),
-stage 3 on two CPU threads. Held-out problems, dense cache, greedy: 0.98, 0.99 and 0.96 of the codes
-of kv, kv4 and kv16 (data/pretrain.log, docs/results.md). On CPU, or with another number of threads,
-sums are taken in another order, and the result is a sibling.
+data/tiny: seed 0 on one H200 (data/pretrain.log; twice with equal bits). On CPU, or with another
+number of threads, sums are taken in another order, and the result is a sibling.
+
+The vocabulary is that of data/words.txt, whatever tasks there are.
 
 Left out on purpose: learning-rate decay, validation loss, resuming.
 """
@@ -31,6 +32,7 @@ import json
 import os
 import random
 import re
+import tempfile
 import time
 
 import torch
@@ -39,18 +41,20 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from data import tasks
 from data.tokenizer import BYTE_OF, Tokenizer
+from kvcache import Eviction
 from model import Config, Transformer
+from rollout import generate
 from support.run import choose_device, one_line_errors
 
-TINY = os.path.join(os.path.dirname(os.path.abspath(__file__)), "tiny")
+HERE = os.path.dirname(os.path.abspath(__file__))
+TINY = os.path.join(HERE, "tiny")
 
-seed = 0
 shape = dict(hidden_size=128, intermediate_size=384, num_hidden_layers=4, num_attention_heads=4,
              num_key_value_heads=2, head_dim=32)
-learning_rate = {1: 3e-3, 2: 3e-3, 3: 1e-3}  # by stage
+learning_rate = 3e-3
 weight_decay = 0.01
 clip = 1.0               # largest gradient norm
-warmup = {1: 50, 2: 50, 3: 10}               # steps
+warmup = 50              # steps of each stage
 # stage 1
 copy_rows = 64
 copy_length = 72         # tokens per row
@@ -64,33 +68,32 @@ mixture = {
 task_tokens = 8000       # per step
 fewer_at = 0.7           # above this running mean of right numbers ...
 fewer = 0.01             # ... each step removes that much less
-# it ends when sampled answers to held-out prompts have their form with this probability
-eval_every = 50          # steps, once most tokens are there
+# it ends when sampled answers to held-out prompts of kv4, from the dense cache, earn this
+target = 0.02
+check_every = 5          # steps, once no token is missing
+check_problems, check_group = 128, 8
+max_steps = 2000         # without it by then: an error
+eval_every = 50          # steps between looks at all three tasks, once most tokens are there
 eval_tokens = {"kv": 192, "kv4": 256, "kv16": 704}
-target = 0.6             # of kv16
-# stage 3
-doubt = 0.4              # probability that a code in an answer is drawn from the whole list
-doubt_steps = 60
 
 STOP = "<|end|>"
+HELD_OUT = 10**6          # number of the first held-out problem here: no run is judged by these
 # Llama-3's: numbers fall into groups of up to three digits
 SPLIT = (r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}"
          r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+")
 
 
-def words_of_tasks():
-    """Every word that a task writes, those after a space first: else the merges of words
-    that start a line would be tried inside them."""
-    problems = [tasks.problem(t, "train", 0, 0, tokens=500, encode=str.split) for t in tasks.TASKS]
-    text = "\n".join([*tasks.FILLER, *(p.text for p in problems), "Answer"])
-    text += " " + " ".join(tasks.FILLER + tasks.THINGS + tasks.KINDS + tasks.PLACES + tasks.NAMES)
-    inside, first = re.findall(" [A-Za-z]+", text), re.findall("^[A-Za-z]+", text, re.MULTILINE)
-    return sorted(set(inside)) + sorted(set(first))
+def words():
+    """The words of the vocabulary, those after a space first: else the merges of words that start a
+    line would be tried inside them."""
+    with open(os.path.join(HERE, "words.txt"), encoding="utf-8") as f:
+        inside, first = f.read().split("\n\n")
+    return [" " + word for word in inside.split()] + first.split()
 
 
 def merged_tokens():
     """-> vocabulary (token -> id), merges: byte-level BPE made by hand. 256 bytes, all
-    numbers of two and three digits, and every word that a task writes, letter by letter
+    numbers of two and three digits, and every word of words.txt, letter by letter
     from its start, so that no merge begins inside a word. Ids are in merge order."""
     char = {b: c for c, b in BYTE_OF.items()}
     vocab, merges = {char[b]: b for b in range(256)}, []
@@ -108,7 +111,7 @@ def merged_tokens():
             merge(a, b + c)
         else:
             merge(a + b, c)
-    for word in words_of_tasks():
+    for word in words():
         spelt = word.replace(" ", char[32])
         for i in range(1, len(spelt)):
             merge(spelt[:i], spelt[i])
@@ -173,11 +176,10 @@ def copy_batch(rng, words):
     return ids, mask
 
 
-def task_row(rng, problem, tok, removed, kept, doubt=0.0):
+def task_row(rng, problem, tok, removed, kept):
     """One list of facts and several questions about it, no fact asked for twice -> list of (token,
     part of an answer?). Every kind of token that is not in `kept` is missing with probability
-    `removed`; the same kinds throughout the row, so that what follows what can be told from it. A
-    code in an answer is any of the list with probability `doubt`."""
+    `removed`; the same kinds throughout the row, so that what follows what can be told from it."""
     encode, stop = tasks.prompt_encoder(tok), tok.stop_ids[0]
     asked, _, _, at_most = mixture[problem.task]
     facts, question = problem.text.split("\n")
@@ -191,25 +193,21 @@ def task_row(rng, problem, tok, removed, kept, doubt=0.0):
         if not row:
             text = facts + text
         row += [(t, False) for t in encode(text)]
-        answer = ""
-        for key, code in some:
-            if doubt and rng.random() < doubt:
-                _, code = rng.choice(pairs)
-            answer += f" {key} {code}"
+        answer = "".join(f" {key} {code}" for key, code in some)
         row += [(t, True) for t in tok.encode(answer) + [stop]]
     gone = {t for t in sorted({t for t, _ in row} - kept) if rng.random() < removed}
     return [(t, answer) for t, answer in row if t not in gone]
 
 
-def task_batch(step, tok, removed, kept, doubt=0.0):
-    """Stages 2 and 3 -> ids (rows, T), mask (rows, T) of the answers' tokens."""
+def task_batch(seed, step, tok, removed, kept):
+    """Stage 2 -> ids (rows, T), mask (rows, T) of the answers' tokens."""
     rng, encode = random.Random(f"{seed}/{step}"), tasks.prompt_encoder(tok)
     task, = rng.choices(list(mixture), [weight for _, weight, _, _ in mixture.values()])
     tokens, rows, used = rng.randint(*mixture[task][2]), [], 0
     while used < task_tokens:
         index = step * 1000 + len(rows)
         p = tasks.problem(task, "train", seed, index, tokens=tokens, encode=encode)
-        rows.append(task_row(rng, p, tok, removed=removed, kept=kept, doubt=doubt))
+        rows.append(task_row(rng, p, tok, removed=removed, kept=kept))
         used += tokens
     T = max(map(len, rows))
     padding = (tok.stop_ids[0], False)
@@ -229,25 +227,24 @@ def loss_on(model, ids, mask, counted):
     return F.cross_entropy(logits, gold), right.float().mean().item()
 
 
-@torch.no_grad()
-def evaluate(model, tok, task, numbers, n):
-    """Held-out problems, dense cache -> probability that a sampled answer has the form (numbers may
-    be wrong), fraction of codes that are right greedily, given what stands before them."""
-    encode, form, right = tasks.prompt_encoder(tok), 0.0, 0.0
-    device = numbers.device
-    for i in range(n):
-        p = tasks.problem(task, "eval", seed, i, tokens=eval_tokens[task], encode=encode)
-        prompt, answer = encode(p.text), tok.encode(" " + p.answer) + [tok.stop_ids[0]]
-        ids = torch.tensor(prompt + answer, device=device)
-        hidden = model(ids, torch.arange(len(ids), device=device), causal(1))
-        hidden = hidden[len(prompt) - 1:-1]                                    # (answer, C)
-        logp, gold = model.logits(hidden).log_softmax(-1), ids[len(prompt):]   # (answer, V)
-        fixed = ~numbers[gold]
-        form += logp[fixed, gold[fixed]].sum().exp().item() / n
-        # a code is two tokens
-        both = (logp.argmax(-1) == gold)[numbers[gold]].view(-1, 2).all(1)
-        right += both.float().mean().item() / n
-    return form, right
+def evaluate(model, tok, task, n, group, temperature):
+    """Answers to n held-out problems from the dense cache, `group` to each -> mean reward, fraction
+    that have the form (codes may be wrong)."""
+    encode = tasks.prompt_encoder(tok)
+    problems = [tasks.problem(task, "eval", 0, HELD_OUT + i, tokens=eval_tokens[task],
+                              encode=encode) for i in range(n)]
+    longest = max(len(tok.encode(" " + p.answer)) for p in problems) + 1
+    torch.use_deterministic_algorithms(False)  # sampling has its own generator
+    r = generate(model, [encode(p.text) for p in problems], group, longest,
+                 temperature=temperature, eviction=Eviction("none"), stop_ids=tok.stop_ids)
+    torch.use_deterministic_algorithms(True)
+    earned, form = [], []
+    for p, tokens, lengths in zip(problems, r.tokens.tolist(), r.lengths.tolist()):
+        for t, length in zip(tokens, lengths):
+            text = tok.decode(t[:length], special=False)
+            earned.append(tasks.reward(p, text))
+            form.append(re.sub(r"\d{4}", "", text) == re.sub(r"\d{4}", "", " " + p.answer))
+    return sum(earned) / len(earned), sum(form) / len(form)
 
 
 def write_json(folder):
@@ -271,63 +268,75 @@ def write_json(folder):
     return config
 
 
-def main(out_dir=TINY, device="cpu", stage=1):
-    # the same sums in the same order each time, on a GPU too
-    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-    torch.use_deterministic_algorithms(True)
-    torch.manual_seed(seed)
-    if stage == 3:  # first, so that a folder without weights stays as it is
-        model = Transformer.from_pretrained(out_dir)
-    raw = write_json(out_dir)
-    if stage < 3:
-        model = new_model(raw)
-    tok = Tokenizer(out_dir)
-    model.to(device)
+def training(model, tok, seed):
+    """Train `model` on and on -> after each step (step, are the prompts whole?)"""
     keys = {tok.encode(" " + thing)[0] for thing in tasks.THINGS}
     numbers = {tok.encode(f"{n:0{d}d}")[0] for d in (1, 2, 3) for n in range(10 ** d)}
     kept = keys | numbers | set(tok.stop_ids)  # in stage 2, whatever is removed
     text = " ".join(tasks.FILLER + tasks.KINDS + tasks.PLACES + tasks.NAMES)
     text += " code for is . Repeat each word with its code: a, b. Answer:"
-    words = torch.tensor(sorted(keys | numbers | set(tok.encode(text))))
+    copied = torch.tensor(sorted(keys | numbers | set(tok.encode(text))))
     size = sum(p.numel() for p in model.parameters())
-    print(f"{size:,} parameters, {len(tok)} tokens, {len(words)} of them in stage 1")
+    print(f"{size:,} parameters, {len(tok)} tokens, {len(copied)} of them in stage 1")
+    device = model.device
     every = torch.ones(len(tok), dtype=torch.bool, device=device)
     number = torch.isin(torch.arange(len(tok)), torch.tensor(sorted(numbers))).to(device)
 
     opt = torch.optim.AdamW(model.parameters(), betas=(0.9, 0.98), weight_decay=weight_decay)
     rng, start = torch.Generator().manual_seed(seed), time.time()
-    first, step = 0, 0  # first: the step at which the stage began
-    mean, removed = 0.0, 1.0 if stage < 3 else 0.0
-    while stage < 3 or step < first + doubt_steps:
+    stage, first, mean, removed = 1, 0, 0.0, 1.0  # first: the step at which the stage began
+    for step in range(max_steps):
         if stage == 1:
-            ids, mask = copy_batch(rng, words)
+            ids, mask = copy_batch(rng, copied)
         else:
-            ids, mask = task_batch(step, tok, removed, kept, doubt=doubt if stage == 3 else 0.0)
+            ids, mask = task_batch(seed, step, tok, removed=removed, kept=kept)
         counted = every if stage == 1 else number
         loss, right = loss_on(model, ids.to(device), mask.to(device), counted)
         opt.zero_grad()
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), clip)
-        part = min(1, (step - first + 1) / warmup[stage])
-        opt.param_groups[0]["lr"] = learning_rate[stage] * part
+        opt.param_groups[0]["lr"] = learning_rate * min(1, (step - first + 1) / warmup)
         opt.step()
         mean = 0.9 * mean + 0.1 * right
         if step % 25 == 0:
             print(f"step {step:4d}  stage {stage}  loss {loss.item():6.3f}  right {right:.3f}  "
                   f"removed {removed:.2f}  {(time.time() - start) / 60:4.1f} min", flush=True)
-        form = 0.0
         if stage > 1 and removed < 0.5 and step % eval_every == 0:
             for task in mixture:
-                form, found = evaluate(model, tok, task, number, n=32)
-                print(f"    held-out {task}: form {form:.3f}  codes {found:.3f}", flush=True)
+                earned, form = evaluate(model, tok, task, n=32, group=1, temperature=0.0)
+                print(f"    held-out {task}, greedy: reward {earned:.3f}  form {form:.3f}",
+                      flush=True)
+        yield step, stage == 2 and removed == 0
         if stage == 1 and mean > copy_until:
             stage, first, mean = 2, step + 1, 0.0
-        elif stage == 2 and form >= target:
-            stage, first = 3, step + 1
         elif stage == 2 and mean > fewer_at:
             removed = max(0.0, removed - fewer)
-        step += 1
-    model.save_pretrained(out_dir)
+
+
+def main(out_dir=TINY, device="cpu", seed=0, stop=None):
+    """Raises ValueError, before a file is written, if the end is not reached."""
+    # the same sums in the same order each time, on a GPU too
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    torch.use_deterministic_algorithms(True)
+    torch.manual_seed(seed)
+    with tempfile.TemporaryDirectory() as folder:
+        model = new_model(write_json(folder))
+        tok = Tokenizer(folder)
+    model.to(device)
+    for step, whole in training(model, tok, seed):
+        enough = False
+        if whole and step % check_every == 0 and stop is None:
+            earned, form = evaluate(model, tok, "kv4", check_problems, group=check_group,
+                                    temperature=1.0)
+            print(f"step {step:4d}  held-out kv4, sampled: reward {earned:.4f}  form {form:.4f}",
+                  flush=True)
+            enough = earned >= target
+        if enough or step == stop:
+            write_json(out_dir)
+            model.save_pretrained(out_dir)
+            print(f"step {step}: saved to {out_dir}")
+            return
+    raise ValueError(f"after {max_steps} steps sampled answers to kv4 do not earn {target}")
 
 
 if __name__ == "__main__":
@@ -335,9 +344,9 @@ if __name__ == "__main__":
                                 description="make the embedded checkpoint again")
     a.add_argument("folder", nargs="?", default=TINY)
     a.add_argument("--device", default="cpu", help="on a GPU it takes two minutes")
-    a.add_argument("--stage", type=int, default=1, choices=(1, 3),
-                   help="3: the last stage alone, from the weights in FOLDER")
+    a.add_argument("--seed", type=int, default=0)
+    a.add_argument("--stop", type=int, help="write the model of this step, whatever it can do")
     a = a.parse_args()
     with one_line_errors(ValueError, OSError):
         choose_device(a)
-        main(a.folder, a.device, a.stage)
+        main(a.folder, a.device, a.seed, a.stop)

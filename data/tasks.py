@@ -348,7 +348,8 @@ class Problems:
     """Problems of a task and their prompts as token ids, by index. A file is checked at the start.
 
     task: a name in TASKS, a .jsonl file or gsm8k:FOLDER. tok: Tokenizer. tokens: longest prompt.
-    n_eval: held-out problems wanted; a file may have fewer. template: arguments of the chat
+    n_eval: held-out problems wanted; a file may have fewer. eval_first: the number, in the task or
+    the file, of the first of them. template: arguments of the chat
     template. skip_long: leave out what is longer than `tokens`. eval_task: a .jsonl file of the
     held-out problems. shots: how many problems come first as examples, in every prompt. raw_text:
     no chat template. rule: a name, auto or in RULES, or a function of one's own. notes: lines that
@@ -357,8 +358,9 @@ class Problems:
     text can match."""
 
     def __init__(self, task, tok, seed, tokens, n_eval, template=None, skip_long=False,
-                 eval_task="", shots=0, raw_text=False, rule="auto"):
+                 eval_task="", shots=0, raw_text=False, rule="auto", eval_first=0):
         self.task, self.seed, self.tokens, self.n_eval = task, seed, tokens, n_eval
+        self.eval_first = eval_first
         self.rule, self.notes, self.longest = rule, list(tok.notes), tokens
         self.file, examples = None, []
         if is_file(task):
@@ -372,7 +374,11 @@ class Problems:
         if self.file:
             lengths = self._check_lengths(skip_long)
             self.longest = max(lengths)
-            self.n_eval = min(n_eval, len(self.file["eval"]))
+            there = len(self.file["eval"])
+            if eval_first >= there:
+                raise ValueError(f"eval_first {eval_first}: {eval_task or task} holds out {there} "
+                                 "problems")
+            self.n_eval = min(n_eval, there - eval_first)
             self._describe(paths, examples, wanted=n_eval, median=median_high(lengths))
         for split in ("eval", "train"):
             (p,), _ = self.get(split, [0])
@@ -443,7 +449,9 @@ class Problems:
                      for i, p in zip(indices, out)]
 
     def one(self, split, i):
-        seed = self.seed if split == "train" else 0  # every seed is measured on the same problems
+        seed = self.seed
+        if split == "eval":
+            seed, i = 0, self.eval_first + i  # every seed is measured on the same problems
         if self.file is None:
             p = problem(self.task, split, seed, i, tokens=self.tokens, encode=self.encode)
         else:

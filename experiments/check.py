@@ -32,7 +32,7 @@ from data.tasks import problem, prompt_encoder, reward
 from data.tokenizer import Tokenizer
 from fast.head import kl_rows
 from grpo import NORMS, pack, replay, token_scale
-from kvcache import EVICT, Eviction, attention, logits, max_pool
+from kvcache import EVICT, Eviction, attention, logits, pooled
 from model import Transformer
 from rollout import Rollout, generate
 from shadow_attn import visible
@@ -312,7 +312,7 @@ def largest_vote(q, k, e, elsewhere=None):
 
 
 def all_of_the_window(q, k, e, elsewhere=None):
-    return max_pool(logits(q, k).softmax(-1).sum(2).mean(1), e.pool)
+    return pooled(logits(q, k).softmax(-1).sum(2).mean(1), e)
 
 
 def one_key_too_many(q, k, e, elsewhere=None):

@@ -55,13 +55,17 @@ class Masters:
 
     def step(self, lr, grad_clip):
         """Add up the gradients of all ranks, clip, update the masters, copy them down. -> gradient
-        norm before clipping. Raises FloatingPointError, before anything is changed, if that is not
-        finite."""
+        norm before clipping. One of exactly 0 changes nothing, neither weights nor moments: AdamW
+        would go on by its momentum, at the full rate. Raises FloatingPointError, before anything is
+        changed, if the norm is not finite."""
         sum_gradients(self.masters)
         norm = torch.nn.utils.clip_grad_norm_(self.masters, grad_clip)
         if not norm.isfinite():
             raise FloatingPointError(f"the gradient's norm is {norm.item()}: "
                                      "the weights were left as they are; lower lr?")
+        if norm == 0:
+            self.optimizer.zero_grad(set_to_none=True)
+            return 0.0
         for group in self.optimizer.param_groups:
             group["lr"] = lr
         self.changed = True

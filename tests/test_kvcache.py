@@ -22,7 +22,7 @@ from kvcache import (
     adaptive,
     h2o,
     keep,
-    max_pool,
+    pooled,
     received,
     rkv,
     similarity,
@@ -375,7 +375,7 @@ def test_rkv_takes_the_largest_logit_and_leaves_the_window_out():
 
 def rkv_of_softmaxes(q, k, e):
     """Nearly R-KV: softmax over all keys, then the largest of the query heads."""
-    importance = max_pool(received(q, k).amax(1) / len(q), e.pool)
+    importance = pooled(received(q, k).amax(1) / len(q), e)
     return 0.1 * importance - 0.9 * similarity(k).softmax(-1)
 
 
