@@ -148,7 +148,8 @@ RANGES = dict(
     period=(1, MANY), updates=(1, 1000), micro_rows=(1, MANY), steps=(1, MANY),
     eval_every=(1, MANY), eval_problems=(1, 10**6), eval_final=(1, 10**6), eval_batch=(1, 10**6),
     eval_first=(0, MANY), save_every=(1, MANY), warmup=(0, MANY), budget=(0, MANY),
-    window=(0, MANY), sinks=(0, MANY), response_budget=(0, MANY), temperature=(1e-2, 100), ref_kl=(0, 100), distill=(0, 100),
+    window=(0, MANY), sinks=(0, MANY), response_budget=(0, MANY), temperature=(1e-2, 100),
+    ref_kl=(0, 100), distill=(0, 100),
     clip=(0, 1), clip_high=(0, 100), lr=(1e-12, 1), gamma=(0, 1), lam=(0, 1), value_coef=(0, 100),
     beta=(1e-6, 100), beta2=(0, 0.9999), weight_decay=(0, 1), grad_clip=(1e-6, 1e6),
     seed=(0, 2**40), shots=(0, 1000), lora_rank=(0, 10**6), lora_alpha=(1e-6, 1e6))
@@ -805,8 +806,8 @@ def finish(run, net, opt):
          f"(1/{kv['dense'] / kv['kept']:.1f}), {shared:,} dense with each prompt shared by its "
          f"group (1/{shared / kv['kept']:.1f})")
     if run.memory["idle"]:
-        tell(f"in {run.memory['idle']} of {run.step} steps the gradient was exactly 0, as where all "
-             "groups earn the same throughout: they changed nothing")
+        tell(f"in {run.memory['idle']} of {run.step} steps the gradient was exactly 0, as where "
+             "all groups earn the same throughout: they changed nothing")
     show_answers(*run.memory["answers"])
     tell("held-out reward with the compressed cache: "
          f"{first['eval_compressed']:.3f} -> {last['eval_compressed']:.3f} "
