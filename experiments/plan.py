@@ -1,0 +1,159 @@
+"""
+The runs behind docs/results.md on the embedded checkpoint, in parts. Arms, seeds, rates, the rule
+that chooses among rates and the named comparisons stood here before the first of these runs.
+
+    python -m experiments.plan tune --jobs=16        # OUT/tune, logs in results/tune
+    python -m experiments.plan rates                 # what the rule chooses, from results/tune
+    python -m experiments.plan main budgets long     # at these rates
+    python -m experiments.plan bases OUT/m1200 ...   # the four arms on other checkpoints
+
+Each part is one command of experiments/ablate.py: what was finished is not run again.
+
+The rule. An arm's rate is the one with the largest sum of both held-out rewards, each the mean of a
+run's last two evaluations, averaged over the seeds of `tune`. Seeds and held-out problems of `tune`
+(the numbers from 10,000 on) are in no other part. If the choice is the lowest or the highest rate
+tried, one rate more is tried beyond it (`tune` again), and the choice is made among all. Arms that
+are no arm of the main five have three rates and one seed.
+"""
+import os
+import subprocess
+import sys
+from statistics import fmean
+
+from experiments.logs import CACHES, load, results
+from support.run import one_line_errors, tell
+
+MAIN = ["dense", "naive", "tis", "shadow", "smd"]
+OTHERS = ["mis", "sparse_rl", "bypass", "anchor", "smd_reverse", "released", "one_sided",
+          "ppo", "ppo_naive", "dpo", "dpo_naive"]
+GRID = [1e-5, 3e-5, 1e-4, 3e-4, 6e-4, 1e-3, 3e-3]  # the first and the last only beyond an end
+LONG = ["--steps=150", "--eval_every=10", "--eval_problems=256", "--eval_final=1024",
+        "--eval_batch=1024", "--save_every=1000", "--lean=True"]
+TUNE = ["--steps=150", "--eval_every=10", "--eval_problems=256", "--eval_final=512",
+        "--eval_batch=512", "--save_every=1000", "--lean=True", "--eval_first=10000",
+        "--first=100"]
+# Holm's four, and one margin outside: smd is no worse than the dense arm where that is at home
+COMPARE = ("smd/naive/compressed,smd/naive/dense,smd/shadow/dense,smd/tis/compressed,"
+           "smd/dense/dense>-0.02")
+OUT, KEEP = "out-plan", "results"
+
+
+def arm(name, *options):
+    return " ".join([f"config/{name}.py", *options])
+
+
+def at(lr):
+    return f"--lr={lr:g}".replace("e-0", "e-")
+
+
+def tuned():
+    """{arm: {rate: (sum of both rewards, compressed, dense), means over seeds}} of what is there"""
+    kept, found = os.path.join(KEEP, "tune"), {}
+    if not os.path.exists(os.path.join(kept, "settings.json")):
+        return found
+    for name, a in load(kept).items():
+        method, _, rate = name.partition(" lr=")
+        if a["logs"]:
+            both = [fmean(results(a, key).values()) for key in CACHES.values()]
+            found.setdefault(method, {})[float(rate)] = (sum(both), *both)
+    return found
+
+
+def choose(rates):
+    """{rate: (sum, ...)} -> the rate with the largest sum"""
+    return max(rates, key=lambda lr: rates[lr][0])
+
+
+def tune_arms():
+    """[(arms, seeds)]: the grid, and one rate more where the choice is at its end."""
+    found = tuned()
+    parts = []
+    for names, grid, seeds in ((MAIN, GRID[1:6], 2), (OTHERS, GRID[2:5], 1)):
+        arms = [arm(name, at(lr)) for name in names for lr in grid]
+        for name in names:
+            done = sorted(found.get(name, {}))
+            if set(done) >= set(grid):
+                best = choose(found[name])
+                i = GRID.index(best)
+                if best in (done[0], done[-1]) and 0 < i < len(GRID) - 1:
+                    arms.append(arm(name, at(GRID[i - 1 if best == done[0] else i + 1])))
+        parts.append((arms, seeds))
+    return parts
+
+
+def rate():
+    """{arm: the option of its chosen rate}"""
+    return {name: at(choose(rates)) for name, rates in tuned().items()}
+
+
+def parts(folders=()):
+    """{part: [(arms, options)]}, at the chosen rates; folders: of checkpoints."""
+    lr = rate()
+
+    def arms(names, *options):
+        return [arm(name, lr[name], *options) for name in names]
+
+    weights = [arm("smd", lr["smd"], "--distill=0")]
+    weights += [arm("smd", lr["smd"], f"--distill={x}", f"--distill_on={on}")
+                for on in ("reward", "all") for x in (0.03, 0.1, 0.3, 1)]
+    # acceptance p05 before training, in the pilot: 0.004 at 56 keys, 0.2 to 0.3, 0.81; Sparrow's is
+    # 0.86
+    budgets = [each for keys in (84, 120)
+               for each in arms(["naive", "tis", "shadow", "smd"], f"--budget={keys}")]
+    # budgets at which the untrained model earns as little as under 56 keys and max pooling
+    three = ["naive", "shadow", "smd"]
+    methods = [*arms(three, "--pool_by=mean", "--budget=50"), *arms(three, "--evict=rkv"),
+               *arms(three, "--evict=h2o", "--budget=100")]
+    other_bases = {f"bases/{os.path.basename(folder)}":
+                   [(arms(["dense", "naive", "shadow", "smd"], f"--model={folder}"),
+                     ["--seeds=2"])] for folder in folders}
+    return {
+        "main": [(arms(MAIN), ["--seeds=8", f"--compare={COMPARE}"]),
+                 (arms(OTHERS), ["--seeds=3"])],
+        "weights": [(weights, ["--seeds=3"])],
+        "budgets": [(budgets, ["--seeds=3"])],
+        "methods": [(methods, ["--seeds=2"])],
+        "long": [(arms(["shadow", "smd"]), ["--seeds=3", "--steps=600", "--eval_every=50"])],
+        "window": [(arms(["smd"], "--evict=recent", "--window=8", "--budget=22"),
+                    ["--seeds=5"])],
+        "cold": [(arms(["smd"]), ["--seeds=3", "--task=own", "--steps=60"])],
+        "tasks": [([f"config/{task}.py+{each}" for task in ("kv", "kv16")
+                    for each in arms(["naive", "shadow", "smd"])], ["--seeds=1"])],
+        **other_bases}
+
+
+def run(part, settings, todo, jobs):
+    """-> the number of ablate's commands that failed"""
+    failed = 0
+    for arms, options in todo:
+        folders = [f"--out={os.path.join(OUT, part)}", f"--keep={os.path.join(KEEP, part)}"]
+        command = [sys.executable, "-m", "experiments.ablate", *arms, *settings, *options,
+                   *folders, f"--jobs={jobs}"]
+        failed += subprocess.run(command).returncode != 0
+    return failed
+
+
+def main(argv):
+    with one_line_errors(ValueError, OSError):
+        jobs = [int(arg.partition("=")[2]) for arg in argv if arg.startswith("--jobs=")] or [1]
+        names = [arg for arg in argv if not arg.startswith("--")]
+        failed = 0
+        if "rates" in names:
+            for name, rates in tuned().items():
+                tell(name, {lr: tuple(round(x, 3) for x in sums) for lr, sums in rates.items()},
+                     "->", choose(rates))
+        elif "tune" in names:
+            for arms, seeds in tune_arms():
+                failed += run("tune", TUNE, [(arms, [f"--seeds={seeds}"])], jobs[0])
+        else:
+            folders = [name for name in names if os.path.isdir(name)]
+            there = parts(folders)
+            for name in names:
+                for part in there:
+                    if part == name or (name == "bases" and part.startswith("bases/")):
+                        failed += run(part, LONG, there[part], jobs[0])
+    raise SystemExit(bool(failed))
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
