@@ -115,8 +115,8 @@ lora_rank = 0            # of those matrices; 0: all weights are trained, else 4
 lora_alpha = 32.0        # their product is scaled by lora_alpha / lora_rank
 lora_targets = "all"     # beside which: all, qkvo, or names such as q_proj,v_proj,down_proj
 # optimizer: AdamW on fp32 masters
-steps = 40
-lr = 3e-4                # with LoRA about ten times that of full training
+steps = 60
+lr = 6e-4                # with LoRA about ten times that of full training
 warmup = 5               # steps of linear warm-up
 beta2 = 0.95
 weight_decay = 0.0

@@ -7,6 +7,7 @@ Several arms, several seeds each, then tables and one figure.
     python -m experiments.ablate --table --out=out-ablate shadow naive
     python -m experiments.ablate --table --out=out      # one run of train.py
     python -m experiments.ablate config/smd.py config/naive.py --compare=smd/naive/compressed
+    python -m experiments.ablate config/smd.py config/dense.py "--compare=smd/dense/dense>-0.02"
 
 An arm is a config file, or several joined by +, named after the last; options in the same
 quotes are its own and part of its name ("shadow budget=32"). All other --key=value are for
@@ -24,10 +25,14 @@ again).
 --keep writes the logs in small, from which --table gives the same table (logs.py). Runs that did
 not end count nowhere and are named under the table.
 
-Whoever looks at all differences finds one. So --compare names up to three before the first run
+Whoever looks at all differences finds one. So --compare names up to four before the first run
 starts, each two arms and the cache that they are served with; they are written down at once, and
 the table says if that was later. Seeds pair the arms: the same training problems, and the same
-held-out problems for all.
+held-out problems for all. They are tested with Student's t, for whose p Holm's correction pays,
+and beside it by ranks. Up to two more may be margins, not tested and so not paid for: of
+smd/dense/dense>-0.02 (in quotes: a shell reads > otherwise) the table says if the interval of smd
+minus dense lies above -0.02. For "smd lr=1e-3" it is enough to say smd while no other arm begins
+so: what is compared can be written down before learning rates are chosen.
 
 Left out on purpose: several machines; where there is no Linux, runs outlive this program if it
 is killed.
@@ -42,6 +47,7 @@ import signal
 import subprocess
 import sys
 import time
+from contextlib import suppress
 from statistics import fmean
 from types import SimpleNamespace
 
@@ -65,7 +71,7 @@ from experiments.logs import (
     results,
     series,
 )
-from experiments.ttest import holm, interval, p_value
+from experiments.ttest import RANKED, holm, interval, p_value, signed_rank_p
 from support.configurator import check_ranges, configure, help_if_asked, make_folder
 from support.jsonfile import entry, read_json, shown
 from support.run import (
@@ -87,12 +93,13 @@ OPTIONS = dict(
     jobs=1,            # runs at a time
     threads=1,         # of each run
     out="out-ablate",  # a run is OUT/ARM/SEED, what it prints OUT/ARM/SEED/train.log
-    compare="",        # ARM/ARM/compressed or ARM/ARM/dense, three at most: A/B/dense,A/C/dense
+    compare="",        # A/B/dense,A/C/compressed: arms and cache, 4 at most; and 2 A/B/dense>-0.02
     keep="",           # a folder; logs are also copied there, small, as ARM-SEED.jsonl
     lean=False,        # --lean=True: of a run that ended only logs stay; more steps begin anew
     table=False,       # --table: no runs, only table and figure of what is there
 )
 RANGES = dict(seeds=(1, 1000), first=(0, 10**6), jobs=(1, 1000), threads=(1, 1000))
+EVERY = 30  # seconds between two lines about the runs at work
 # what decides the rewards before training, beside the method that evaluates
 START = ("model", "task", "prompt_tokens", "max_new_tokens", "eval_final", "evict", "budget",
          "spread", "window", "sinks", "pool", "response_budget", "period")
@@ -168,7 +175,7 @@ def start_of(c):
     """What arms that begin with the same rewards have in common."""
     keys = START
     # what older runs did not have
-    for key in ("eval_evict", "eval_task", "reward", "shots", "raw_text"):
+    for key in ("eval_evict", "eval_task", "reward", "shots", "raw_text", "pool_by", "eval_first"):
         if getattr(c, key) != train.DEFAULTS[key]:
             keys += (key,)
     return " ".join(f"{k}={os.path.basename(str(getattr(c, k)))}" for k in keys)
@@ -189,12 +196,28 @@ def name_comparisons(where, text):
     return dict(compare=text, begun=sum(map(len, find_logs(where).values())))
 
 
-def check_compared(named, arms):
-    """Raise ValueError if a comparison names an arm that is not there."""
-    for *names, _ in parse_compare(named["compare"]):
-        for name in names:
-            if name not in arms:
-                raise ValueError(f"compare: no arm {name!r}, only {', '.join(arms)}")
+def comparisons(named, arms):
+    """-> [(arm, other arm, cache, margin or None)], names in full. Raises ValueError if an arm is
+    not there."""
+    found = []
+    for one, other, *rest in parse_compare(named["compare"]):
+        pair = [full_name(name, arms) for name in (one, other)]
+        if pair[0] == pair[1]:
+            raise ValueError(f"compare: {one!r} and {other!r} are one arm")
+        found.append((*pair, *rest))
+    return found
+
+
+def full_name(name, arms):
+    """The arm of this name, else the only one of which it is the first word."""
+    found = [arm for arm in arms if arm.partition(" ")[0] == name]
+    if name in arms:
+        found = [name]
+    if not found:
+        raise ValueError(f"compare: no arm {name!r}, only {', '.join(arms)}")
+    if len(found) > 1:
+        raise ValueError(f"compare: {name!r} may be any of {', '.join(found)}")
+    return found[0]
 
 
 def decide(path, c):
@@ -284,6 +307,8 @@ def report(name, path, code, seconds, stopped):
     finished?"""
     how = "stopped" if code and stopped else "failed"
     after = f"after {seconds / 60:.1f} min"
+    if stopped and -code in SIGNALS:  # train.py does not handle them yet
+        return f"{name}: stopped {after}, as it started ({path}/train.log)", False
     try:
         log = [] if code else read(os.path.join(path, "log.jsonl"))
         if ended(log):
@@ -326,11 +351,25 @@ def strip(name, path):
         tell(f"{name}: weights stay in {path}: {e}", sys.stderr)
 
 
+def at_work(runs, done, of):
+    """-> one line about the runs between two ends: how many ended, what the first three do."""
+    doing = []
+    for run in runs[:3]:
+        step = 0
+        with suppress(OSError, ValueError, IndexError):  # no log yet
+            last = read(os.path.join(run.path, "log.jsonl"))[-1]
+            step = last["step"] + ("reward" in last)  # an evaluation stands before its step
+        doing.append(f"{run.name} step {step} of {run.steps}")
+    if len(runs) > 3:
+        doing.append("...")
+    return f"{done} of {of} ended, {len(runs)} at work: {', '.join(doing)}"
+
+
 def run_all(todo, jobs, threads, lean=False):
-    """Run (name, out_dir, arguments) of todo, `jobs` at a time. -> how many did not finish. A
-    signal goes on to every run; when all have saved: exit code 128 + signal."""
+    """Run todo (name, path, args, steps), `jobs` at a time. -> how many did not finish. A signal
+    goes on to every run; when all have saved: exit code 128 + signal."""
     waiting, working, devices = todo[::-1], {}, cards()
-    done, failed = 0, 0
+    done, failed, told = 0, 0, time.time()
     signals, heard = [], 0
 
     def hear(signum, frame):
@@ -343,34 +382,38 @@ def run_all(todo, jobs, threads, lean=False):
         while working or (waiting and not signals):
             for worker in range(jobs):
                 if waiting and not signals and worker not in working:
-                    name, path, args = waiting.pop()
-                    card = freest(devices, name, [(run[0], run[-1]) for run in working.values()])
-                    process = launch(path, args, threads, card)
-                    working[worker] = name, path, process, time.time(), card
+                    run = waiting.pop()
+                    run.card = freest(devices, run.name,
+                                      [(each.name, each.card) for each in working.values()])
+                    run.process = launch(run.path, run.args, threads, run.card)
+                    run.start, working[worker] = time.time(), run
             time.sleep(0.05)
+            if time.time() - told > EVERY:
+                tell(at_work([*working.values()], done, of=len(todo)))
+                told = time.time()
             if len(signals) > heard:
                 signum, what = signals[-1], "every run finishes its step and saves; once more kills"
                 if heard:
                     signum, what = signal.SIGKILL, "killed"
                 tell(f"{signal.Signals(signals[-1]).name}: {what}", sys.stderr)
-                for _, _, process, *_ in working.values():
-                    process.send_signal(signum)
+                for run in working.values():
+                    run.process.send_signal(signum)
                 heard = len(signals)
-            for worker, (name, path, process, start, _) in list(working.items()):
-                if process.poll() is not None:
+            for worker, run in list(working.items()):
+                if run.process.poll() is not None:
                     del working[worker]
-                    line, finished = report(name, path, process.returncode, stopped=bool(signals),
-                                            seconds=time.time() - start)
+                    line, finished = report(run.name, run.path, run.process.returncode,
+                                            seconds=time.time() - run.start, stopped=bool(signals))
                     done += 1
                     failed += not finished
                     if finished and lean:
-                        strip(name, path)
+                        strip(run.name, run.path)
                     tell(f"{line} [{done} of {len(todo)}]")
     finally:  # whatever went wrong here, no run outlives it
-        for _, _, process, *_ in working.values():
-            process.terminate()
-        for _, _, process, *_ in working.values():
-            process.wait()
+        for run in working.values():
+            run.process.terminate()
+        for run in working.values():
+            run.process.wait()
         for s, handler in old.items():
             signal.signal(s, handler)
     if signals:
@@ -381,7 +424,9 @@ def run_all(todo, jobs, threads, lean=False):
 # the tables
 
 NOTE = ("Reward: on held-out problems, greedy, mean of a run's last two evaluations; beside the "
-        "mean over seeds its 95 % interval (Student's t, which knows no bounds). Gap: mean "
+        "mean over seeds its 95 % interval (Student's t, which knows no bounds). Best evaluation: "
+        "of each run after step 0, mean over seeds; it is chosen on the problems that judge it and "
+        "so reads too high. Gap: mean "
         "|log-prob of the learner - of the sampler|. Acceptance: overlap of the dense and the "
         "sparse policy, mean and 5th percentile. KL and entropy in nats, response length in "
         "tokens. KV kept: of a dense cache, in brackets of one that stores each prompt once per "
@@ -458,13 +503,15 @@ def rewards_table(arms, cache):
         shown.add(text)
     for name, a in arms.items():
         of_seeds = results(a, CACHES[cache]).values()
-        row = [name, counted(a), across([*of_seeds])]
+        best = mean_of(results(a, CACHES[cache], max).values())
+        row = [name, counted(a), across([*of_seeds]), "", "", best]
         if 1 < len(of_seeds):
             each = " ".join(f"{x:.3f}" for x in of_seeds)
-            row += [each if len(of_seeds) < MANY_SEEDS else "", f"{min(of_seeds):.3f}"]
+            row[3:5] = [each if len(of_seeds) < MANY_SEEDS else "", f"{min(of_seeds):.3f}"]
         rows.append(row)
     title = f"**Served {cache}**: held-out reward with the {cache} cache"
-    return markdown(title, ["arm", "seeds", "mean", "each seed", "worst"], rows)
+    columns = ["arm", "seeds", "mean", "each seed", "worst", "best evaluation"]
+    return markdown(title, columns, rows)
 
 
 def health(arms):
@@ -508,29 +555,42 @@ def cells(a):
 
 
 def comparisons_table(arms, named):
-    """The comparisons that were named, over the seeds that both arms have, p-values adjusted for
-    their number."""
-    pairs = parse_compare(named["compare"])
-    differences = []  # a {seed: difference} for each
-    for one, other, cache in pairs:
+    """The comparisons that were named, over the seeds that both arms have, p-values of t adjusted
+    for the number of those that are tested."""
+    pairs, differences = comparisons(named, arms), []  # a {seed: difference} for each
+    for one, other, cache, _ in pairs:
         x, y = (results(arms[name], CACHES[cache]) for name in (one, other))
         differences.append({seed: x[seed] - y[seed] for seed in sorted(x.keys() & y.keys())})
-    ps = [p_value([*d.values()]) for d in differences]
-    rows = []
-    for (one, other, cache), d, p, adjusted in zip(pairs, differences, ps, holm(ps)):
-        row = [f"{one} - {other}, {cache}", str(len(d)), "",
-               " ".join(f"{seed}: {x:+.3f}" for seed, x in d.items())]
+    tested = [i for i, (*_, margin) in enumerate(pairs) if margin is None]
+    ps = [p_value([*differences[i].values()]) for i in tested]
+    adjusted, rows = dict(zip(tested, zip(ps, holm(ps)))), []
+    for i, ((one, other, cache, margin), d) in enumerate(zip(pairs, differences)):
+        name, values = f"{one} - {other}, {cache}", [*d.values()]
+        if margin is not None:
+            name += f" > {margin:g}"
+        row = [name, str(len(d)), "", " ".join(f"{seed}: {x:+.3f}" for seed, x in d.items())]
         if len(d) > 1:
-            mean, half = interval([*d.values()])
+            mean, half = interval(values)
             row[2] = f"{mean:+.3f} [{mean - half:+.3f}, {mean + half:+.3f}]"
-            row += [shown_p(p), shown_p(adjusted)]
+            if margin is None:
+                row += map(shown_p, adjusted[i])
+                row += [shown_p(signed_rank_p(values)) if len(d) <= RANKED else ""]
+            else:
+                row += ["", "", "", verdict(mean - half, margin)]
         rows.append(row)
     when = "named before the first run"
     if named["begun"]:
         when = f"named after {named['begun']} runs had begun"
     title = f"**Comparisons**, {when}: difference of held-out rewards, paired by seed"
-    columns = ["comparison", "seeds", "mean", "each seed", "p", "p, Holm"]
+    columns = ["comparison", "seeds", "mean", "each seed", "p", "p, Holm", "p, ranks (no Holm)",
+               "margin"]
     return markdown(title, columns, rows)
+
+
+def verdict(low, margin):
+    if low > margin:
+        return f"lower bound {low:.3f} is above {margin:g}: holds"
+    return f"lower bound {low:.3f} is not above {margin:g}: not shown"
 
 
 def shown_p(p):
@@ -556,7 +616,7 @@ def run_missing(options, texts, common, named):
     seeds = range(options.first, options.first + options.seeds)
     arms, configs = request(texts, common, seeds)
     if named:
-        check_compared(named, recorded(out) | arms)
+        comparisons(named, recorded(out) | arms)  # raises ValueError
     make_folder(out)
     hold(out)
     todo = []
@@ -567,10 +627,11 @@ def run_missing(options, texts, common, named):
             need = decide(path, configs[name])
             if need:
                 args = [*shlex.split(a["args"]), f"--seed={seed}", f"--out_dir={path}", need]
-                todo.append((f"{name} seed {seed}", path, args))
+                todo.append(SimpleNamespace(name=f"{name} seed {seed}", path=path, args=args,
+                                            steps=a["steps"]))
             elif options.lean:
                 strip(f"{name} seed {seed}", path)
-    for path in filter(None, [options.keep, *(path for _, path, _ in todo)]):
+    for path in filter(None, [options.keep, *(run.path for run in todo)]):
         make_folder(path)
     remember(out, arms, named)
     runs = len(arms) * len(seeds)
@@ -597,7 +658,7 @@ def main(argv):
         every = None
         if named:
             every = load(options.out)
-            check_compared(named, every)
+            comparisons(named, every)  # raises ValueError
         arms = load(options.out, names)
         text = table(arms, named, every=every)
         tell(text)

@@ -17,7 +17,7 @@ import re
 from statistics import fmean
 
 import train
-from experiments.curves import COLOURS, PAGE, check_out, places
+from experiments.curves import BEFORE, PAGE, check_out, looks, method, places
 from experiments.logs import CACHES, load, results
 from support.checkpoint import UNFINISHED
 from support.configurator import Arguments
@@ -41,7 +41,7 @@ def read_points(folder):
         first = {seed: log[0] for seed, log in a["logs"].items()}
         if not all("eval_accept_p05" in row for row in first.values()):
             raise ValueError(f"{folder}: {name}: its logs say nothing of acceptance")
-        point = dict(method=name.split()[0], x=fmean(r["eval_accept_p05"] for r in first.values()),
+        point = dict(method=method(name), x=fmean(r["eval_accept_p05"] for r in first.values()),
                      task=setting("task", name, a), budget=setting("budget", name, a))
         for cache, key in CACHES.items():
             point[cache] = dict(before={seed: row[key] for seed, row in first.items()},
@@ -64,30 +64,24 @@ def title(task):
     return f"{task}: answers of {TOKENS[task]} tokens" if task in TOKENS else task
 
 
-def colour(i):
-    """Of method i; they come round again."""
-    return COLOURS[i % len(COLOURS)]
-
-
 def draw_panel(ax, points, methods, cache):
-    """One task under one cache."""
-    for i, method in enumerate(methods):
+    """One task under one cache. methods: {name: its look}"""
+    for i, (name, line) in enumerate(methods.items()):
         shift = 0.008 * (i - (len(methods) - 1) / 2)  # budgets have one x for all methods
-        mine = sorted((p for p in points if p["method"] == method), key=lambda p: p["x"])
-        style = dict(color=colour(i), marker=MARKERS[i % len(MARKERS)])
+        mine = sorted((p for p in points if p["method"] == name), key=lambda p: p["x"])
+        style = dict(line, marker=MARKERS[i % len(MARKERS)])
         style["mfc"] = style["color"] if cache == "compressed" else "white"
         for p in mine:
             seeds = [*p[cache]["after"].values()]
-            ax.plot([p["x"] + shift] * len(seeds), seeds, ls="", ms=2.5, mew=0.5, alpha=0.6,
-                    **style)
+            ax.plot([p["x"] + shift] * len(seeds), seeds, mew=0.5, alpha=0.6,
+                    **style | dict(ls="", ms=2.5))
         ax.plot([p["x"] + shift for p in mine],
-                [fmean(p[cache]["after"].values()) for p in mine], lw=1.2, ms=5.5, label=method,
-                zorder=3, **style)
+                [fmean(p[cache]["after"].values()) for p in mine], ms=5.5, label=name, **style)
     began = sorted((p["x"], fmean(p[cache]["before"].values())) for p in points)
-    ax.plot(*zip(*began), color=GREY, lw=1, ls=":", label="before training")
+    ax.plot(*zip(*began), color=GREY, lw=1, ls=":", label=BEFORE)
     best = [x for p in points if p["method"] == "dense" for x in p["dense"]["after"].values()]
     if best:
-        ax.axhline(fmean(best), color=colour(methods.index("dense")), lw=0.8, ls="--",
+        ax.axhline(fmean(best), color=methods["dense"]["color"], lw=0.8,
                    label="dense, served dense")
     ax.axvline(STABLE, color=GREY, lw=0.8)
     ax.set(xlim=(-0.03, 1.03), ylim=(-0.02, 1.02), ylabel=f"served {cache}")
@@ -107,7 +101,7 @@ def draw(points, path):
     matplotlib.use("Agg")
     from matplotlib import pyplot
     tasks = sorted({p["task"] for p in points}, key=by_length)
-    methods = list(dict.fromkeys(p["method"] for p in points))
+    methods = looks(dict.fromkeys(p["method"] for p in points))
     with pyplot.rc_context(PAGE):
         figure, panels = pyplot.subplots(len(CACHES), len(tasks), figsize=(9, 5.6), squeeze=False,
                                          sharex=True, sharey=True, layout="constrained")
@@ -124,7 +118,7 @@ def draw(points, path):
         for ax in panels.flat:
             for handle, label in zip(*ax.get_legend_handles_labels()):
                 named.setdefault(label, handle)
-        order = [name for name in [*methods, "before training", "dense, served dense"]
+        order = [name for name in [*methods, BEFORE, "dense, served dense"]
                  if name in named]
         figure.legend([named[name] for name in order], order, loc="outside upper center",
                       ncols=len(order), frameon=False)

@@ -1,24 +1,47 @@
 """
-Curves of arms: held-out rewards under both caches, gap and acceptance by step, as one figure.
+Pictures of arms: held-out rewards under both caches, by step, as dots, or over several bases.
 
-Colours are those of Okabe and Ito; arms differ in line style too. Names stand at the ends of their
-lines, pushed apart where they would overlap. Needs matplotlib; without it `figure` says so.
+    python -m experiments.curves results/arms "smd lr=1e-3" "naive lr=1e-4"   # or all of its arms
+    python -m experiments.curves results/arms --dots=True --out=dots.png
+    python -m experiments.curves out-small out-large --bases=True
+
+The idea. A method has one colour, one dash and one width in every figure of the project (LOOKS), so
+that who has seen one figure can read the others. Colours are those of Okabe and Ito. Names stand at
+the ends of lines or beside dots, pushed apart where they would overlap. Folders are those that
+ablate.py writes or keeps; its own figure, `figure`, shows gap and acceptance too.
+
+--dots: across the reward served compressed, up that served dense, both at the end of training.
+--bases: a folder for each base model, with one arm of a method at most; across what the base earns
+served dense before training, up what arms earn after it. Needs matplotlib; without it `figure` says
+so.
 """
 import math
 import os
 import sys
 from functools import partial
+from itertools import cycle
 from statistics import fmean
 
-from experiments.logs import CACHES, LAST, MANY_SEEDS, over_seeds, series, smooth
+from experiments.logs import CACHES, LAST, MANY_SEEDS, load, over_seeds, results, series, smooth
 from experiments.ttest import interval
 from support.checkpoint import UNFINISHED
-from support.configurator import make_folder
-from support.run import tell
+from support.configurator import Arguments, make_folder
+from support.run import one_line_errors, tell
 
-COLOURS = ["#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000",
+COLOURS = ["#D55E00", "#009E73", "#0072B2", "#CC79A7", "#E69F00", "#56B4E9", "#000000",
            "#888888"]  # Okabe and Ito's, grey for their yellow
 STYLES = ["-", (0, (5, 1.5)), (0, (5, 1.5, 1, 1.5)), (0, (1, 1.2))]
+RED, GREEN, BLUE, PINK, ORANGE, SKY, BLACK, GREY = COLOURS
+SOLID, DASHED, DASH_DOT, DOTTED = STYLES
+# of each method; what learns alike has one colour, PPO and DPO a dash of their own
+LOOKS = dict(dense=(BLACK, DASHED), naive=(RED, SOLID), shadow=(GREEN, DASHED), smd=(BLUE, SOLID),
+             tis=(PINK, DASH_DOT), mis=(ORANGE, SOLID), sparse_rl=(GREY, DASHED),
+             bypass=(SKY, DASHED), anchor=(GREEN, DOTTED), smd_reverse=(BLUE, DASHED),
+             ppo=(BLUE, DASH_DOT), ppo_naive=(RED, DASH_DOT), ppo_dense=(BLACK, DASH_DOT),
+             dpo=(BLUE, DOTTED), dpo_naive=(RED, DOTTED), dpo_dense=(BLACK, DOTTED),
+             released=(GREY, SOLID))
+BEFORE = "before training"
+WHOLE = (-0.02, 1.02)  # an axis of rewards from 0 to 1, with room for a line at its end
 PAGE = {"font.size": 8, "axes.titlesize": 8.5, "axes.titlelocation": "left",
         "axes.spines.top": False, "axes.spines.right": False, "axes.grid": True,
         "grid.color": "#e4e4e4", "grid.linewidth": 0.6}
@@ -36,9 +59,42 @@ def check_out(path):
 
 
 def look(i):
-    """Colour and line style of arm i."""
+    """Colour and line style of arm i where no method decides."""
     style = STYLES[(i + i // len(COLOURS)) % len(STYLES)]
-    return dict(color=COLOURS[i % len(COLOURS)], ls=style, lw=1.5)
+    return line(COLOURS[i % len(COLOURS)], style)
+
+
+def line(colour, style, thick=False):
+    width, layer = (2.6, 2.5) if thick else (1.5, 2)
+    return dict(color=colour, ls=style, lw=width, zorder=layer)
+
+
+def method(name):
+    """That of an arm: the first word of its name."""
+    return name.partition(" ")[0]
+
+
+def looks(names):
+    """{name: how its line is drawn} of the arms of a figure. An arm has the look of its method if
+    it is the only one of it or has nothing but its name, else one that is left over, as far as
+    there are any in a colour that no method has here. smd is thick."""
+    methods = [*map(method, names)]
+    own = {name: LOOKS[m] for name, m in zip(names, methods)
+           if m in LOOKS and (name == m or methods.count(m) == 1)}
+    used = {colour for colour, _ in own.values()}
+    left = [look(i) for i in range(len(COLOURS) * len(STYLES))]
+    left = [x for x in left if (x["color"], x["ls"]) not in own.values()]
+    left = cycle(sorted(left, key=lambda x: x["color"] in used))
+    return {name: line(*own[name], thick=method(name) == "smd") if name in own else next(left)
+            for name in names}
+
+
+def by_method(arms):
+    """The arms that have a run that ended, named by their methods alone if these tell them
+    apart."""
+    arms = {name: a for name, a in arms.items() if a["logs"]}
+    methods = [*map(method, arms)]
+    return arms if len({*methods}) < len(methods) else dict(zip(methods, arms.values()))
 
 
 def places(wanted, gap, low, high):
@@ -78,23 +134,23 @@ def label(ax, ends):
 def curve(ax, arms, key, f=list, positive=False):
     """A line for each arm: key, changed by f, mean over seeds. -> ends for `label`"""
     ends = []
-    for i, (name, a) in enumerate(arms.items()):
-        steps, values = over_seeds(a, key, f)
+    for name, style in looks(arms).items():
+        steps, values = over_seeds(arms[name], key, f)
         points = [(s, y) for s, y in zip(steps, map(fmean, values)) if y > 0 or not positive]
         if points:
-            ax.plot(*zip(*points), **look(i))
-            ends.append((name, look(i)["color"], points[-1]))
+            ax.plot(*zip(*points), **style)
+            ends.append((name, style["color"], points[-1]))
     return ends
 
 
-def spread_of(ax, arms, key):
+def spread_of(ax, arms, key, many=MANY_SEEDS):
     """Around the lines of `curve` each seed, or of many seeds the interval of their mean. -> what
     was drawn"""
     seeds = max(len(a["logs"]) for a in arms.values())
-    for i, a in enumerate(arms.values()):
+    for name, style in looks(arms).items():
+        a, colour = arms[name], style["color"]
         steps, values = over_seeds(a, key)
-        colour = look(i)["color"]
-        if seeds < MANY_SEEDS:
+        if seeds < many:
             ax.plot(steps, values, color=colour, lw=0.6, alpha=0.5 if len(arms) < 6 else 0.25,
                     zorder=1.5)
         elif len(a["logs"]) > 1:
@@ -102,7 +158,7 @@ def spread_of(ax, arms, key):
             ax.fill_between(steps, low, high, color=colour, lw=0, alpha=0.12)
     if seeds == 1:
         return ""
-    return " (thin: single seeds)" if seeds < MANY_SEEDS else " (band: 95 % interval of the mean)"
+    return " (thin: single seeds)" if seeds < many else " (band: 95 % interval of the mean)"
 
 
 def reward_limits(arms, keys):
@@ -115,9 +171,9 @@ def reward_limits(arms, keys):
     return min(0, 1.1 * lowest), top
 
 
-def draw_reward(ax, arms, cache):
+def draw_reward(ax, arms, cache, many=MANY_SEEDS):
     ends = curve(ax, arms, CACHES[cache])
-    more = spread_of(ax, arms, CACHES[cache])
+    more = spread_of(ax, arms, CACHES[cache], many)
     limits = reward_limits(arms, CACHES.values())  # of both panels, which are to be compared
     ax.set(ylabel="held-out reward", ylim=limits, title=f"Served {cache}{more}")
     return ends
@@ -163,15 +219,23 @@ def figure(arms, path):
               if any(any(series(a, key)) for a in arms.values())]
     if logged:
         panels["D"] = partial(draw_acceptance, arms=arms, key=logged[0])
-    steps = max(log[-1]["step"] for a in arms.values() for log in a["logs"].values())
     height = max(6, 0.36 * len(arms))  # inches; labels need room
-    write_panels(path, panels, steps, mosaic="AB;CD" if logged else "AB;CC", figsize=(9, height),
-                 height_ratios=(1.25, 1))
+    write_panels(path, panels, by_step(last_step(arms)), mosaic="AB;CD" if logged else "AB;CC",
+                 figsize=(9, height), height_ratios=(1.25, 1))
 
 
-def write_panels(path, panels, steps, **layout):
+def last_step(arms):
+    return max(log[-1]["step"] for a in arms.values() for log in a["logs"].values())
+
+
+def by_step(steps):
+    """An axis for write_panels."""
+    return dict(xlabel="step", xlim=(0, steps))
+
+
+def write_panels(path, panels, x, put_names=label, **layout):
     """Write a PNG. panels: {letter of the mosaic: function that draws on axes and returns ends for
-    `label`}."""
+    put_names}; x: what all horizontal axes are."""
     import matplotlib
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
@@ -179,12 +243,162 @@ def write_panels(path, panels, steps, **layout):
         fig, axes = plt.subplot_mosaic(layout="constrained", **layout)
         ends = {k: draw(axes[k]) for k, draw in panels.items()}
         for ax in axes.values():
-            ax.set(xlabel="step", xlim=(0, steps))
-        # labels decide how much room is left for a panel, its height where they must stand
+            ax.set(**x)
+        # names decide how much room is left for a panel, its size where they must stand
         for _ in range(2):
             for k, ax in axes.items():
-                label(ax, ends[k])
+                put_names(ax, ends[k])
             fig.draw_without_rendering()
         fig.savefig(path + UNFINISHED, dpi=200, format="png")
         plt.close(fig)
     os.replace(path + UNFINISHED, path)
+
+
+# curves, dots and bases: for a page 800 px wide
+
+def two_panels(path, draw, x, **options):
+    """Served compressed beside served dense, on one axis of rewards."""
+    def panel(ax, cache):
+        ends = draw(ax, cache=cache, **options)
+        ax.set(ylim=WHOLE)
+        return ends
+    write_panels(path, dict(A=partial(panel, cache="compressed"), B=partial(panel, cache="dense")),
+                 x, mosaic="AB", figsize=(7, 3.1))
+
+
+def draw_curves(arms, path):
+    two_panels(path, draw_reward, by_step(last_step(arms)), arms=arms, many=math.inf)
+
+
+def at_start(arms, cache):
+    """Mean reward before training."""
+    return fmean(log[0][CACHES[cache]] for a in arms.values() for log in a["logs"].values())
+
+
+def beside(ax, ends):
+    """Write names beside dots, in the nearest place inside of the axes where no other name is and
+    as little as possible is drawn. ends: as for `label`"""
+    import numpy as np
+    for old in list(ax.texts):
+        old.remove()
+    frame, pt = ax.get_window_extent(), ax.figure.dpi / 72
+    drawn = np.concatenate([ax.transData.transform_path(each.get_path().interpolated(20)).vertices
+                            for each in ax.lines])  # the whole of a line, not its ends alone
+    taken = []
+    for name, colour, end in ends:
+        arrow = dict(arrowstyle="-", color=colour, lw=0.7, ls=(0, (1, 1.5)), shrinkA=0, shrinkB=4)
+        text = ax.annotate(name, end, xytext=(0, 0), textcoords="offset points", color=colour,
+                           ha="center", va="center", parse_math=False, arrowprops=arrow)
+        here = text.get_window_extent().padded(2 * pt)
+
+        def way(move):
+            """Pixels of the line from the dot to the middle of the name."""
+            return (here.min + here.max) / 2 + np.linspace(0, 1, 21)[:, None] * move * pt
+
+        def cost(move):
+            box = here.translated(*(move * pt))
+            inside = frame.contains(*box.min) and frame.contains(*box.max)
+            crossed = sum(other.count_contains(way(move)) for other in taken)
+            return (not inside, box.count_overlaps(taken), crossed,
+                    box.padded(5 * pt).count_contains(drawn))
+
+        around = [np.array([math.cos(x), math.sin(x)]) for x in np.arange(16) * math.pi / 8]
+        moves = [x * (far + here.size / pt / 2) for far in range(6, 100, 6) for x in around]
+        move = min(moves, key=cost)  # in points; the first of those that are equally good
+        text.set_position(move)
+        taken.append(here.translated(*(move * pt)))
+        drawn = np.concatenate([drawn, way(move)])
+
+
+def draw_both(ax, arms):
+    """Each arm as a dot at its rewards under both caches. -> ends for `beside`"""
+    ends = [(BEFORE, GREY, tuple(at_start(arms, cache) for cache in CACHES))]
+    ax.plot(*ends[0][2], color=GREY, marker="s", ms=8)
+    for name, style in looks(arms).items():
+        seeds = [[*results(arms[name], key).values()] for key in CACHES.values()]
+        middle = tuple(map(fmean, seeds))
+        dots = dict(color=style["color"], ls="", mew=0, zorder=style["zorder"])
+        ax.plot(*seeds, marker="o", ms=3.5, alpha=0.5, **dots)
+        ax.plot(*middle, marker="o", ms=6 + 1.5 * style["lw"], **dots)
+        if len(seeds[0]) > 1:
+            (x, wide), (y, high) = map(interval, seeds)
+            for cross in ([x - wide, x + wide], [y, y]), ([x, x], [y - high, y + high]):
+                ax.plot(*cross, color=style["color"], lw=0.8)
+        ends.append((name, style["color"], middle))
+    ax.set(ylabel="held-out reward, served dense", ylim=WHOLE, aspect="equal",
+           title="After training (small: single seeds; cross: 95 % intervals of the mean)")
+    return ends
+
+
+def draw_dots(arms, path):
+    x = dict(xlabel="held-out reward, served compressed", xlim=WHOLE)
+    write_panels(path, dict(A=partial(draw_both, arms=arms)), x, put_names=beside, mosaic="A",
+                 figsize=(5, 5))
+
+
+def read_bases(folders):
+    """-> [(dense reward before training, {method: arm})], the lowest first. Raises ValueError for
+    two arms of one method."""
+    bases = []
+    for folder in folders:
+        arms = ended_arms(folder)
+        if [*arms] != [*map(method, arms)]:
+            raise ValueError(f"{folder}: two arms of one method, of {', '.join(arms)}")
+        bases.append((at_start(arms, "dense"), arms))
+    return sorted(bases, key=lambda base: base[0])
+
+
+def draw_ends(ax, bases, cache):
+    """Rewards after training of each method by that of the base. -> ends for `label`"""
+    points = [(x, at_start(arms, cache)) for x, arms in bases]
+    ax.plot(*zip(*points), color=GREY, ls=DOTTED, marker="s", ms=4)
+    ends = [(BEFORE, GREY, points[-1])]
+    for name, style in looks(dict.fromkeys(name for _, arms in bases for name in arms)).items():
+        seeds = [(x, results(arms[name], CACHES[cache]).values())
+                 for x, arms in bases if name in arms]
+        points = [(x, fmean(values)) for x, values in seeds]
+        ax.plot(*zip(*points), marker="o", ms=3 + style["lw"], **style)
+        ax.plot(*zip(*[(x, y) for x, values in seeds for y in values]), color=style["color"],
+                ls="", marker="o", ms=3, mew=0, alpha=0.5)
+        ends.append((name, style["color"], points[-1]))
+    ax.set(ylabel="held-out reward after training",
+           title=f"Served {cache} (small: single seeds)")
+    return ends
+
+
+def draw_bases(bases, path):
+    xs = [x for x, _ in bases]
+    margin = max(0.02, 0.05 * (xs[-1] - xs[0]))
+    two_panels(path, draw_ends, dict(xlabel="dense reward of the base, before training",
+                                     xlim=(xs[0] - margin, xs[-1] + margin)), bases=bases)
+
+
+def ended_arms(folder, names=()):
+    arms = by_method(load(folder, names))
+    if not arms:
+        raise ValueError(f"no run has ended in {folder!r}")
+    return arms
+
+
+def main(argv=None):
+    a = Arguments(prog="curves", description="draw held-out rewards of arms under both caches")
+    a.add_argument("folder", help="logs, as ablate writes or keeps them")
+    a.add_argument("names", nargs="*", help="arms, else all; with --bases=True: more folders")
+    a.add_argument("--out", default="curves.png", help="a .png")
+    a.add_argument("--dots", default=False, type=bool, help="one reward against the other")
+    a.add_argument("--bases", default=False, type=bool, help="by the reward before training")
+    a = a.parse_args(argv)
+    with one_line_errors(ValueError, OSError):
+        if a.dots and a.bases:
+            raise ValueError("--dots and --bases are two figures: ask for one")
+        if a.bases:
+            draw, what = draw_bases, read_bases([a.folder, *a.names])
+        else:
+            draw, what = draw_dots if a.dots else draw_curves, ended_arms(a.folder, a.names)
+        check_out(a.out)
+        draw(what, a.out)
+        tell(f"picture written to {a.out}")
+
+
+if __name__ == "__main__":
+    main()

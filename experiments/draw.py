@@ -664,11 +664,11 @@ def acceptance(out):
 def draw_medians(ax, arms, key):
     """A line for each arm, the median of its seeds. -> ends for `curves.label`"""
     ends = []
-    for i, (name, a) in enumerate(arms.items()):
-        steps, values = over_seeds(a, key)
+    for name, style in curves.looks(arms).items():
+        steps, values = over_seeds(arms[name], key)
         middle = [*map(median, values)]
-        ax.plot(steps, middle, **curves.look(i))
-        ends.append((name, curves.look(i)["color"], (steps[-1], middle[-1])))
+        ax.plot(steps, middle, **style)
+        ends.append((name, style["color"], (steps[-1], middle[-1])))
     return ends
 
 

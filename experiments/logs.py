@@ -19,6 +19,7 @@ LAST = 10  # steps over which noisy numbers are averaged
 COMPARE = "--compare"  # in settings.json, beside the names of arms
 CACHES = {"compressed": "eval_compressed", "dense": "eval_dense"}
 MANY_SEEDS = 8  # from here on single seeds are not shown
+MOST = dict(tested=4, margins=2)  # comparisons that may be named
 
 
 def folder(name):
@@ -26,19 +27,25 @@ def folder(name):
 
 
 def parse_compare(text):
-    """'smd/naive/compressed,smd/dense/dense' -> [(arm, other arm, cache)]; no name of an arm has
-    a slash. Raises ValueError."""
-    pairs = []
-    for part in re.split(r"(?<=/compressed),|(?<=/dense),", text):
-        names = part.split("/")
-        if len(names) != 3 or names[2] not in CACHES or names[0] == names[1]:
-            raise ValueError(f"compare {shown(part)}: write ARM/OTHER/compressed or "
-                             "ARM/OTHER/dense, several joined by commas")
-        pairs.append(tuple(names))
-    if len(pairs) > 3:
-        raise ValueError(f"compare names {len(pairs)} comparisons, at most 3: each one more makes "
-                         "all of them weaker")
-    return pairs
+    """'smd/naive/compressed,smd/dense/dense>-0.02' -> [(arm, other arm, cache, None or the margin
+    -0.02)]; no name of an arm has a slash. Raises ValueError."""
+    found, rest = [], text + ","
+    while rest:
+        match = re.match(r"([^/]+)/([^/]+)/(compressed|dense)(?:>(-?\d*\.?\d+))?,", rest)
+        if not match or match[1] == match[2]:
+            raise ValueError(f"compare {shown(rest[:-1])}: write ARM/OTHER/compressed or "
+                             "ARM/OTHER/dense, for a margin with >NUMBER behind it, several joined "
+                             "by commas")
+        one, other, cache, margin = match.groups()
+        found.append((one, other, cache, float(margin) if margin else None))
+        rest = rest[match.end():]
+    margins = sum(margin is not None for *_, margin in found)
+    if len(found) - margins > MOST["tested"]:
+        raise ValueError(f"compare names {len(found) - margins} comparisons, at most "
+                         f"{MOST['tested']}: each one more makes all of them weaker")
+    if margins > MOST["margins"]:
+        raise ValueError(f"compare names {margins} margins, at most {MOST['margins']}")
+    return found
 
 
 def read(path):
@@ -225,14 +232,18 @@ def at_end(a, key):
     return [fmean(s[-LAST:]) for s in series(a, key) if s]
 
 
-def results(a, key):
-    """{seed: mean of key over the last two evaluations} where it was logged. That before the first
-    step is none of them."""
+def last_two(values):
+    return fmean(values[-2:])
+
+
+def results(a, key, of=last_two):
+    """{seed: mean of key over the last two evaluations, or what else `of` makes of all} where it
+    was logged. That before the first step is none of them."""
     found = {}
     for seed, log in a["logs"].items():
         values = [r[key] for r in log if key in r and r["step"] > 0]
         if values:
-            found[seed] = fmean(values[-2:])
+            found[seed] = of(values)
     return found
 
 

@@ -28,7 +28,7 @@ OTHERS = ["mis", "sparse_rl", "bypass", "anchor", "smd_reverse", "released", "on
           "ppo", "ppo_naive", "dpo", "dpo_naive"]
 GRID = [1e-5, 3e-5, 1e-4, 3e-4, 6e-4, 1e-3, 3e-3]  # the first and the last only beyond an end
 LONG = ["--steps=150", "--eval_every=10", "--eval_problems=256", "--eval_final=1024",
-        "--eval_batch=1024", "--save_every=1000", "--lean=True"]
+        "--eval_batch=1024", "--save_every=1000"]
 TUNE = ["--steps=150", "--eval_every=10", "--eval_problems=256", "--eval_final=512",
         "--eval_batch=512", "--save_every=1000", "--lean=True", "--eval_first=10000",
         "--first=100"]
@@ -117,8 +117,9 @@ def parts(folders=()):
         "window": [(arms(["smd"], "--evict=recent", "--window=8", "--budget=22"),
                     ["--seeds=5"])],
         "cold": [(arms(["smd"]), ["--seeds=3", "--task=own", "--steps=60"])],
-        "tasks": [([f"config/{task}.py+{each}" for task in ("kv", "kv16")
-                    for each in arms(["naive", "shadow", "smd"])], ["--seeds=1"])],
+        "tasks/kv": [([f"config/kv.py+{each}" for each in arms(three)], ["--seeds=2"])],
+        "tasks/kv16": [([f"config/kv16.py+{each}" for each in arms(three)],
+                        ["--seeds=1", "--steps=40"])],
         **other_bases}
 
 
@@ -140,8 +141,9 @@ def main(argv):
         failed = 0
         if "rates" in names:
             for name, rates in tuned().items():
-                tell(name, {lr: tuple(round(x, 3) for x in sums) for lr, sums in rates.items()},
-                     "->", choose(rates))
+                each = "  ".join(f"{lr:g}: {compressed:.3f}/{dense:.3f}"
+                                 for lr, (_, compressed, dense) in sorted(rates.items()))
+                tell(f"{name:12} {each}  -> {choose(rates):g}")
         elif "tune" in names:
             for arms, seeds in tune_arms():
                 failed += run("tune", TUNE, [(arms, [f"--seeds={seeds}"])], jobs[0])

@@ -13,12 +13,13 @@ import os
 from functools import partial
 
 from experiments.curves import (
+    by_step,
     check_out,
     curve,
     draw_acceptance,
     draw_gap,
     draw_reward,
-    look,
+    looks,
     reward_limits,
     write_panels,
 )
@@ -57,9 +58,9 @@ def names_of(folders):
 
 def draw_steps(ax, runs, key, last, **labels):
     """What each step logged under key, and the mean of the last ones."""
-    for i, run in enumerate(runs.values()):
-        rows = [r for r in run["logs"][0] if key in r]
-        ax.plot([r["step"] for r in rows], [r[key] for r in rows], color=look(i)["color"], lw=0.5,
+    for name, style in looks(runs).items():
+        rows = [r for r in runs[name]["logs"][0] if key in r]
+        ax.plot([r["step"] for r in rows], [r[key] for r in rows], color=style["color"], lw=0.5,
                 alpha=0.25)
     ax.set(**labels)
     return curve(ax, runs, key, partial(smooth, last=last))
@@ -86,7 +87,7 @@ def draw(runs, path):
         D=partial(draw_evaluations, panel=draw_reward, arms=runs, cache="dense"),
         E=partial(draw_gap, arms=runs, last=last),
         F=partial(draw_evaluations, panel=draw_acceptance, arms=runs, key="eval_accept"))
-    write_panels(path, panels, max(1, steps), mosaic="AB;CD;EF",
+    write_panels(path, panels, by_step(max(1, steps)), mosaic="AB;CD;EF",
                  figsize=(9, max(7.5, 0.54 * len(runs))))
 
 

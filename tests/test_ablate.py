@@ -13,6 +13,7 @@ import statistics
 import sys
 import threading
 import time
+from types import SimpleNamespace
 
 import pytest
 
@@ -55,7 +56,8 @@ def stop(number, frame):
     sys.exit(128 + number)
 
 for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-    signal.signal(number, stop)
+    if not os.path.exists(os.path.join(out, "early")):
+        signal.signal(number, stop)
 shutil.copy(os.path.join(out, name + ".json"), inside("config.json"))
 threads, card = os.environ["OMP_NUM_THREADS"], os.environ.get("CUDA_VISIBLE_DEVICES")
 with open(os.path.join(out, "calls.txt"), "a") as f:
@@ -176,7 +178,16 @@ NAIVE = "config/naive.py"
     ([NAIVE, "config/smd.py", "--compare=naive/smd/Dense"], "compare 'naive/smd/Dense': write"),
     ([NAIVE, "config/smd.py", "--compare=naive-smd/dense"], "write ARM/OTHER/compressed or"),
     ([NAIVE, "--compare=naive/naive/dense"], "compare 'naive/naive/dense': write"),
-    ([NAIVE, "--compare=" + ",".join(["a/b/dense"] * 4)], "names 4 comparisons, at most 3"),
+    ([NAIVE, "--compare=" + ",".join(["a/b/dense"] * 5)], "names 5 comparisons, at most 4"),
+    ([NAIVE, "--compare=" + ",".join(["a/b/dense>0"] * 3)], "names 3 margins, at most 2"),
+    ([NAIVE, "--compare=" + ",".join(["naive/b/dense"] * 4 + ["naive/b/dense>0"] * 2)],
+     "no arm 'b'"),
+    ([NAIVE, "--compare=naive/smd/dense>much"], "with >NUMBER behind it"),
+    ([NAIVE, "config/naive.py --lr=1e-5", "config/smd.py --lr=1e-5", "config/smd.py --lr=1e-4",
+      "--compare=naive/smd/dense"], "'smd' may be any of smd lr=1e-5, smd lr=1e-4"),
+    (["config/smd.py --lr=1e-5", NAIVE, "--compare=naive/smd lr/dense"], "no arm 'smd lr', only"),
+    (["config/smd.py --lr=1e-5", "--compare=smd/smd lr=1e-5/dense"],
+     "'smd' and 'smd lr=1e-5' are one arm"),
     (["--table", "--compare=a/b/sense"], "compare 'a/b/sense': write"),
 ])
 def test_refused_in_one_line(argv, says, tmp_path, monkeypatch):
@@ -355,6 +366,52 @@ def test_a_signal_lets_every_run_save(fake, capsys, name):
     assert code == 0 and last == ["--overwrite=True"] * 2 + ["--resume=True"] * 2
 
 
+@pytest.mark.parametrize("name", ["SIGINT", "SIGTERM"])
+def test_a_run_that_was_just_starting_is_stopped(fake, capsys, name):
+    """train.py does not handle signals until it has loaded what it needs."""
+    out, run = fake
+    for file in ("slow", "early"):
+        (out / file).touch()
+    number = getattr(signal, name)
+    when_ready(out, number)
+    code, _ = run("--seeds=1", "--jobs=2")
+    printed = capsys.readouterr().out
+    assert code == 128 + number and "exit code" not in printed and "failed" not in printed
+    for arm in ("naive", "shadow"):
+        assert f"{arm} seed 0: stopped after 0.0 min, as it started ({out}/{arm}/0/" in printed
+    line, _ = ablate.report("naive seed 0", str(out / "naive" / "0"), -number, 6, stopped=False)
+    assert "failed after 0.1 min: " in line and f"(exit code -{number:d}, " in line  # control
+
+
+def test_what_is_at_work_is_told(fake, capsys, monkeypatch):
+    """Between the ends of runs. Naive has no log yet, shadow did steps 0 to 3."""
+    out, run = fake
+    (out / "slow").touch()
+    put(out / "shadow" / "0", made(12)[:5])
+    told = ("0 of 4 ended, 2 at work: naive seed 0 step 0 of 12, shadow seed 0 step 4 of 12\n")
+    for every in (30, 0):
+        monkeypatch.setattr(ablate, "EVERY", every)
+        when_ready(out, signal.SIGINT)
+        assert run("--seeds=2", "--jobs=2")[0] == 128 + signal.SIGINT
+        assert (told in capsys.readouterr().out) == (every < 1)
+        for arm in ("naive", "shadow"):
+            (out / arm / "0" / "ckpt.pt").unlink()
+            (out / arm / "0" / "ready").unlink()
+
+
+def test_three_of_the_runs_at_work_are_named(tmp_path):
+    rows = made(20)
+    for name, log in dict(a=evaluated(rows, 5, eval_compressed=0.5, eval_dense=0.5)[:7],
+                          b=rows[:1], c=rows, d=rows).items():
+        put(tmp_path / name, log)
+    with open(tmp_path / "b" / "log.jsonl", "a") as f:
+        f.write(json.dumps(rows[1])[:-9])  # half a line
+    runs = [SimpleNamespace(name=name, path=str(tmp_path / name), steps=20) for name in "abcd"]
+    steps = "a step 5 of 20, b step 0 of 20, c step 20 of 20"
+    assert ablate.at_work(runs, 7, of=12) == f"7 of 12 ended, 4 at work: {steps}, ..."
+    assert ablate.at_work(runs[:3], 0, of=3) == f"0 of 3 ended, 3 at work: {steps}"
+
+
 def test_a_second_signal_kills(fake, capsys):
     out, run = fake
     (out / "slow").touch()
@@ -481,6 +538,15 @@ def test_starts_of_arms_that_evict_nothing():
     assert len({arm["start"] for arm in same.values()}) == 1  # control
 
 
+def test_later_settings_tell_starts_apart():
+    """As long as they are what older runs had, the start reads as theirs."""
+    arms = ["config/smd.py --pool_by=mean", "config/smd.py --eval_first=8",
+            "config/smd.py --pool_by=max --eval_first=0"]
+    mean, first, old = (arm["start"] for arm in ablate.request(arms, [], range(1))[0].values())
+    assert old.endswith(" period=128")
+    assert (mean, first) == (f"{old} pool_by=mean", f"{old} eval_first=8")
+
+
 def test_runs_of_an_arm_are_spread_over_the_cards():
     working = []
     for seed in range(2):
@@ -549,6 +615,10 @@ def test_table_by_hand(tmp_path):
     assert (smd["each seed"], smd["worst"]) == ("0.625 0.750", "0.625")  # 0.75 and 0.5; and 0.75
     assert dense["naive"]["mean"] == "1.000 [1.000, 1.000]" and dense["naive"]["worst"] == "1.000"
     assert dense["smd budget=8"]["each seed"] == "0.500 0.500"  # 0 and 1
+    # of 0.25, 0.75, 0.5 and 0.25, 0.75, 0.75: 0.75; dense the 0.75 before training is no rival
+    assert smd["best evaluation"] == "0.750" and dense["smd budget=8"]["best evaluation"] == "1.000"
+    assert naive["best evaluation"] == "0.625" and "before training" in compressed
+    assert compressed["before training"]["best evaluation"] == ""
     t = cells(text)
     naive, smd = t["naive"], t["smd budget=8"]
     assert list(t) == names_of(names) and naive["seeds"] == "2 of 3"
@@ -563,6 +633,24 @@ def test_table_by_hand(tmp_path):
     assert naive["KV kept"] == "1/10.0 (1/2.0)" and t["dense"]["KV kept"] == "1/5.0 (1/1.0)"
     assert naive["minutes"] == "1.0"  # 20 x (2 + 1) s
     assert naive["peak GB"] == "22.0" and smd["peak GB"] == ""  # 3 + 19
+
+
+def test_the_best_evaluation_is_each_runs_own(tmp_path):
+    """One rises and falls at step 5, one at step 8; before training it was better still."""
+    for seed, step in ((0, 5), (1, 8)):
+        log = made(20, start=1.0, eval_compressed=0.25, eval_dense=0.125)
+        log[0] |= dict(eval_dense=1.0)
+        for at in (5, 8, 15):
+            high = at == step
+            log = evaluated(log, at, eval_compressed=0.75 if high else 0.25,
+                            eval_dense=0.5 - seed / 4 if high else 0.125)
+        put(tmp_path / "smd" / str(seed), log)
+    assert main("--table", f"--out={tmp_path}") == 0
+    text = (tmp_path / "table.md").read_text()
+    compressed, dense = (rows["smd"] for rows in served(text))
+    assert (compressed["best evaluation"], dense["best evaluation"]) == ("0.750", "0.375")
+    assert compressed["mean"].startswith("0.250 [") and dense["mean"].startswith("0.125 [")
+    assert "so reads too high" in text
 
 
 def names_of(texts):
@@ -615,7 +703,7 @@ def test_one_run_of_train_is_an_arm(tmp_path, capsys):
     assert cells((tmp_path / "half" / "table.md").read_text())["half"]["seeds"] == "0 of 1"
     one = tmp_path / "one run"
     row = served((one / "table.md").read_text())[0]["one run"]
-    assert row == {"arm": "one run", "seeds": "1", "mean": "0.750"}
+    assert row == {"arm": "one run", "seeds": "1", "mean": "0.750", "best evaluation": "0.750"}
     assert sorted(os.listdir(one / "kept")) == ["one,run-5.jsonl", "settings.json"]
     assert main("--table", f"--out={one / 'kept'}") == 0
     assert (one / "kept" / "table.md").read_text() == (one / "table.md").read_text()
@@ -758,10 +846,16 @@ def test_kept_logs_are_small_and_give_the_same_table(fake, tmp_path):
 def test_comparisons_are_parsed():
     name = 'x,y lr=1e-4 template={"a":1,"b":2}'
     assert logs.parse_compare(f"{name}/smd budget=32/dense,a-b/c:d/compressed") == [
-        (name, "smd budget=32", "dense"), ("a-b", "c:d", "compressed")]
-    for text in ("a/b/dense,", "a/b/dense/", "a/b/dense,c", "a/b/dense a/b/dense"):
+        (name, "smd budget=32", "dense", None), ("a-b", "c:d", "compressed", None)]
+    assert logs.parse_compare("a/b>1/dense>-0.02,a/b/dense>.5,a/b/compressed") == [
+        ("a", "b>1", "dense", -0.02), ("a", "b", "dense", 0.5), ("a", "b", "compressed", None)]
+    for text in ("a/b/dense,", "a/b/dense/", "a/b/dense,c", "a/b/dense a/b/dense", "a/b/dense>",
+                 "a/b/dense>-", "a/b/dense>nan", "a/b/dense>0.1,", "a/b/dense<0.1", "a/b>0.1"):
         with pytest.raises(ValueError, match="write ARM/OTHER"):
             logs.parse_compare(text)
+
+
+RANKS = "p, ranks (no Holm)"
 
 
 def test_a_comparison_by_hand(tmp_path):
@@ -782,15 +876,56 @@ def test_a_comparison_by_hand(tmp_path):
     assert first["seeds"] == "5" and first["mean"] == "+0.250 [+0.005, +0.495]"  # 1.9633 / 8
     assert first["each seed"] == "0: +0.000 1: +0.125 2: +0.250 3: +0.375 4: +0.500"
     assert (first["p"], first["p, Holm"]) == ("0.047", "0.14")
+    assert first[RANKS] == "0.12" and second[RANKS] == "1"  # 2 of the 16 signs of four
     assert (second["mean"], second["p"]) == ("+0.000 [+0.000, +0.000]", "1")
     assert (third["seeds"], third["mean"], third["each seed"]) == ("1", "", "4: +0.500")
-    assert third["p"] == third["p, Holm"] == ""
+    assert third["p"] == third["p, Holm"] == third[RANKS] == ""
     assert list(cells(text)) == ["a"]  # the arm that was asked for
     assert main("--table", f"--out={tmp_path}", "--compare=a/b/compressed") == 0
     text = (tmp_path / "table.md").read_text()
     assert cells(text, "Comparisons")["a - b, compressed"]["p, Holm"] == "0.047"  # control: alone
     code = main("--table", f"--out={tmp_path}", "--compare=a/d/compressed")
     assert code == "error: compare: no arm 'd', only a, b, c"
+
+
+def test_margins_by_hand(tmp_path):
+    """The interval of 0, 1, 2, 3, 4 eighths begins at 0.005. Margins do not count for Holm."""
+    for seed in range(5):
+        put(tmp_path / "a" / str(seed), made(12, eval_compressed=(2 + seed) / 8))
+        put(tmp_path / "b" / str(seed), made(12, eval_compressed=0.25))
+    put(tmp_path / "c" / "4", made(12))
+    asked = "a/b/compressed>0.001,a/b/compressed,b/a/compressed>-0.25,a/c/dense"
+    assert main("--table", f"--out={tmp_path}", f"--compare={asked}") == 0
+    t = cells((tmp_path / "table.md").read_text(), "Comparisons")
+    above, tested, below, _ = t.values()
+    assert list(t)[:3] == ["a - b, compressed > 0.001", "a - b, compressed",
+                           "b - a, compressed > -0.25"]
+    assert above["margin"] == "lower bound 0.005 is above 0.001: holds" and tested["margin"] == ""
+    assert below["margin"] == "lower bound -0.495 is not above -0.25: not shown"
+    assert above["p"] == above["p, Holm"] == above[RANKS] == ""
+    for key in ("seeds", "mean", "each seed"):
+        assert above[key] == tested[key]
+    assert (tested["p"], tested["p, Holm"]) == ("0.047", "0.095")  # two are tested
+    assert main("--table", f"--out={tmp_path}", "--compare=a/c/compressed>0.1") == 0
+    t = cells((tmp_path / "table.md").read_text(), "Comparisons")
+    assert list(t["a - c, compressed > 0.1"]) == ["comparison", "seeds", "mean", "each seed"]
+
+
+def test_arms_are_compared_by_their_first_words(fake, tmp_path):
+    """Named before rates are chosen; refused once the word may be another arm too."""
+    out, run = fake
+    shutil.copy(out / "shadow.py.json", out / "smd.py.json")
+    smd, asked = "config/smd.py --steps=12 --budget=30", "smd/shadow/dense,smd/shadow/dense>-1"
+    assert run(smd, "--seeds=1", f"--compare={asked}")[0] == 0
+    text = (out / "table.md").read_text()
+    assert list(cells(text, "Comparisons")) == ["smd steps=12 budget=30 - shadow, dense",
+                                                "smd steps=12 budget=30 - shadow, dense > -1"]
+    assert logs.compared(str(out)) == dict(compare=asked, begun=0)
+    code, calls = run("config/smd.py --budget=31", "--seeds=1")
+    assert code.endswith("'smd' may be any of smd steps=12 budget=30, smd budget=31") and not calls
+    arms = ["smd lr=1", "smd", "tis lr=1"]
+    assert [ablate.full_name(name, arms) for name in ("smd", "smd lr=1", "tis", "tis lr=1")] == [
+        "smd", "smd lr=1", "tis lr=1", "tis lr=1"]  # a whole name is no first word
 
 
 def test_comparisons_are_written_down_before_the_runs(fake, tmp_path, monkeypatch):

@@ -1,11 +1,13 @@
-"""experiments/chart.py: what it reads of kept logs, and that it draws it."""
+"""experiments/chart.py and the command of curves.py: what they read of kept logs and draw of it."""
 import json
 import sys
+from itertools import combinations
 
 import pytest
 
 from conftest import ROOT
-from experiments import chart
+from experiments import chart, curves
+from experiments.logs import load
 
 
 def put(folder, name, seed, p05, before, after):
@@ -77,17 +79,19 @@ def test_the_map_is_drawn(tmp_path, capsys):
 
 
 def test_more_methods_than_colours(tmp_path):
-    """Colours come round again, that of the line of the dense arm too."""
+    """Colours come round again, with another dash."""
     pytest.importorskip("matplotlib")
     folder = tmp_path / "map"
     folder.mkdir()
-    names = [f"arm{i}" for i in range(len(chart.COLOURS))] + ["dense"]
+    names = [f"arm{i}" for i in range(len(curves.COLOURS) + 1)] + ["dense"]
     for name in names:
         put(folder, name, 0, p05=0.5, before=(0.5, 0.75), after=(0.25, 1.0))
     settings(folder, **dict.fromkeys(names, "config/any.py --task=kv"))
     chart.main([str(folder), f"--out={tmp_path / 'map.png'}"])
     assert (tmp_path / "map.png").exists()
-    assert chart.colour(8) == chart.colour(0) != chart.colour(1)  # control: another one
+    colours = [look["color"] for look in curves.looks(names).values()]
+    assert colours[-1] == curves.BLACK and len({*colours}) == len(curves.COLOURS) < len(names)
+    assert len({str(look) for look in curves.looks(names).values()}) == len(names)
 
 
 def test_the_folders_of_the_map_hold_logs(monkeypatch):
@@ -103,3 +107,187 @@ def test_without_matplotlib_one_line_says_so(tmp_path, monkeypatch):
     with pytest.raises(SystemExit, match="^error: the picture needs matplotlib: pip install"):
         chart.main([str(filled(tmp_path / "map")), f"--out={tmp_path / 'map.png'}"])
     assert not (tmp_path / "map.png").exists()
+
+
+# looks, the same in every figure
+
+MAIN = ["dense lr=1e-4", "naive lr=1e-4", "tis lr=1e-4", "shadow lr=3e-4", "smd lr=1e-3"]
+
+
+def test_a_method_has_one_look():
+    looks = curves.looks(MAIN)
+    assert len({look["color"] for look in looks.values()}) == len(MAIN)
+    assert max(looks, key=lambda name: looks[name]["lw"]) == "smd lr=1e-3"
+    for name in MAIN:  # whatever else is in the figure, and in whatever order
+        assert curves.looks([*MAIN[::-1], "own"])[name] == looks[name]
+        assert curves.looks([name.split()[0]]) == {name.split()[0]: looks[name]}
+    assert len({*curves.LOOKS.values()}) == len(curves.LOOKS)
+
+
+def test_arms_of_one_method_differ():
+    alone = curves.looks(["smd lr=1e-3"])["smd lr=1e-3"]
+    both = curves.looks(["smd lr=1e-3", "smd lr=1e-4", "naive"])
+    shown = [(look["color"], look["ls"]) for look in both.values()]
+    assert len({*shown}) == 3 and alone not in both.values()
+    assert both["naive"] == curves.looks(["naive"])["naive"]
+    bare = curves.looks(["smd", "smd lr=1e-4"])  # that without options is the method itself
+    assert bare["smd"] == alone != bare["smd lr=1e-4"]
+    many = curves.looks([*curves.LOOKS, *(f"own{i}" for i in range(15))])
+    assert len({(look["color"], look["ls"]) for look in many.values()}) == 32
+
+
+def test_map_and_curves_agree(tmp_path, monkeypatch):
+    figure = pytest.importorskip("matplotlib.figure")
+    folder, drawn, draw_panel = str(filled(tmp_path / "map")), {}, chart.draw_panel
+
+    def spy(ax, points, methods, cache):
+        draw_panel(ax, points, methods, cache)
+        for line in ax.lines:
+            drawn.setdefault(line.get_label(), line)
+
+    monkeypatch.setattr(chart, "draw_panel", spy)
+    chart.draw(chart.read_points(folder), str(tmp_path / "map.png"))
+    ax = figure.Figure().subplots()
+    curves.curve(ax, load(folder, ["smd budget=30", "dense"]), "eval_dense")
+    for line, other in zip(ax.lines, ["smd", "dense"]):
+        for what in ("get_color", "get_linestyle", "get_linewidth"):
+            assert getattr(line, what)() == getattr(drawn[other], what)()
+    assert ax.lines[0].get_color() != drawn["dense"].get_color()  # control
+
+
+def test_names_without_options_where_they_do():
+    arms = {name: dict(logs={0: []}) for name in MAIN} | {"smd lr=1": dict(logs={})}
+    assert [*curves.by_method(arms)] == ["dense", "naive", "tis", "shadow", "smd"]
+    arms["smd lr=1"]["logs"] = {0: []}
+    assert [*curves.by_method(arms)] == [*MAIN, "smd lr=1"]
+
+
+# the command of curves.py
+
+SMD = "smd task=kv16 budget=40"
+
+
+def points_of(line):
+    return [tuple(map(float, point)) for point in zip(*line.get_data())]
+
+
+@pytest.mark.parametrize("options, size", [
+    ([], (620, 1400)), (["--dots=True"], (1000, 1000)), (["--bases=True"], (620, 1400))])
+def test_pictures_are_drawn(options, size, tmp_path, capsys):
+    pytest.importorskip("matplotlib")
+    import matplotlib.image
+    names = [] if "--bases=True" in options else [SMD, "dense"]
+    folder, path = filled(tmp_path / "arms"), tmp_path / "new" / "curves.png"
+    (folder / "smd,budget=30-0.jsonl").unlink()  # no run of it has ended: it is left out
+    curves.main([str(folder), *names, *options, f"--out={path}"])
+    image = matplotlib.image.imread(path)
+    assert image.shape[:2] == size and image.std() > 0.02
+    assert capsys.readouterr().out == f"picture written to {path}\n"
+    assert [p.name for p in path.parent.iterdir()] == ["curves.png"]
+
+
+def test_each_seed_is_drawn(tmp_path):
+    """However many there are, and both panels have one axis."""
+    figure = pytest.importorskip("matplotlib.figure")
+    for seed in range(9):
+        put(tmp_path, "smd", seed, p05=0.5, before=(0.5, 0.75), after=(seed / 10, 1.0))
+    ax = figure.Figure().subplots()
+    ends = curves.draw_reward(ax, load(str(tmp_path)), cache="compressed", many=10)
+    assert ends == [("smd", curves.BLUE, (2, pytest.approx(0.4)))]
+    assert [points_of(line)[-1] for line in ax.lines[1:]] == [(2, i / 10) for i in range(9)]
+    assert not ax.collections and "single seeds" in ax.get_title()
+    ax = figure.Figure().subplots()  # control: as many as elsewhere are a band
+    curves.draw_reward(ax, load(str(tmp_path)), cache="compressed")
+    assert len(ax.lines) == 1 and len(ax.collections) == 1
+
+
+def test_dots_stand_at_the_rewards(tmp_path):
+    figure = pytest.importorskip("matplotlib.figure")
+    ax = figure.Figure().subplots()
+    arms = curves.ended_arms(str(filled(tmp_path / "arms")), [SMD, "dense"])
+    ends = curves.draw_both(ax, arms)
+    assert ends == [("before training", curves.GREY, (0.5, 0.75)),
+                    ("smd", curves.BLUE, (0.8125, 0.875)), ("dense", curves.BLACK, (0.25, 1.0))]
+    square, seeds, middle, across, up = ax.lines[:5]
+    assert (square.get_marker(), points_of(square)) == ("s", [(0.5, 0.75)])
+    assert points_of(seeds) == [(0.75, 0.875), (0.875, 0.875)]
+    assert points_of(middle) == [(0.8125, 0.875)]
+    assert middle.get_markersize() > 2 * seeds.get_markersize()
+    half = 12.7062 * 0.0625  # Student's t of 1 degree, times deviation / sqrt(2)
+    assert across.get_xdata() == pytest.approx([0.8125 - half, 0.8125 + half], abs=1e-4)
+    assert points_of(up) == [(0.8125, 0.875)] * 2  # both seeds are alike
+    assert ax.get_ylim() == curves.WHOLE and ax.get_aspect() == 1
+
+
+def test_names_of_dots_do_not_overlap(tmp_path, monkeypatch):
+    """Seven dots in one place, in a corner."""
+    pytest.importorskip("matplotlib")
+    from matplotlib.text import Text
+    from matplotlib.transforms import Bbox
+    folder, found, beside = tmp_path / "arms", [], curves.beside
+    folder.mkdir()
+    for name in ["dense", "naive", "tis", "shadow", "smd", "smd_reverse"]:
+        put(folder, name, 0, p05=0.5, before=(1.0, 1.0), after=(1.0, 1.0))
+
+    def spy(ax, ends):
+        beside(ax, ends)
+        boxes = [Text.get_window_extent(text) for text in ax.texts]
+        inside = ax.get_window_extent()
+        assert all(inside.contains(*box.min) and inside.contains(*box.max) for box in boxes)
+        found[:] = [text.get_text() for text in ax.texts], boxes
+        for text in ax.texts:  # the control: all to the left of the dot
+            text.set_position((-30, 0))
+        found.append([Text.get_window_extent(text) for text in ax.texts])
+
+    monkeypatch.setattr(curves, "beside", spy)
+    curves.main([str(folder), "--dots=True", f"--out={tmp_path / 'dots.png'}"])
+    names, boxes, control = found
+    assert len(names) == 7 and {"smd", "before training"} < {*names}
+    assert not any(Bbox.intersection(a, b) for a, b in combinations(boxes, 2))
+    assert all(Bbox.intersection(a, b) for a, b in combinations(control, 2))
+
+
+def base(folder, start, ends):
+    """Kept logs of one base: arms whose seeds end at these rewards in both caches."""
+    folder.mkdir()
+    for name, rewards in ends.items():
+        for seed, reward in enumerate(rewards):
+            put(folder, name, seed, p05=0.5, before=(start / 2, start), after=(reward, reward))
+    return str(folder)
+
+
+def test_bases_are_sorted_and_drawn_where_they_are(tmp_path):
+    figure = pytest.importorskip("matplotlib.figure")
+    strong = base(tmp_path / "a", 0.75, {"smd lr=1e-3": [0.5, 1.0], "shadow": [0.25]})
+    weak = base(tmp_path / "b", 0.25, {"shadow": [0.125], "smd": [0.5, 0.75]})
+    bases = curves.read_bases([strong, weak])
+    assert [(x, {*arms}) for x, arms in bases] == [(x, {"smd", "shadow"}) for x in (0.25, 0.75)]
+    ax = figure.Figure().subplots()
+    ends = curves.draw_ends(ax, bases, cache="compressed")
+    lines = dict(zip(["before", "shadow", "of shadow", "smd", "of smd"], ax.lines))
+    assert points_of(lines["before"]) == [(0.25, 0.125), (0.75, 0.375)]
+    assert points_of(lines["shadow"]) == [(0.25, 0.125), (0.75, 0.25)]
+    assert points_of(lines["smd"]) == [(0.25, 0.625), (0.75, 0.75)]
+    assert points_of(lines["of smd"]) == [(0.25, 0.5), (0.25, 0.75), (0.75, 0.5), (0.75, 1.0)]
+    assert {name: end for name, _, end in ends} == {
+        "before training": (0.75, 0.375), "shadow": (0.75, 0.25), "smd": (0.75, 0.75)}
+
+
+@pytest.mark.parametrize("argv, says", [
+    (["none"], "no log in 'none'"), (["none", "arms", "--bases=True"], "no log in 'none'"),
+    (["arms", "mis"], "no arm 'mis' in 'arms'"), (["cut"], "no run has ended in 'cut'"),
+    (["arms", "--bases=True"], "arms: two arms of one method"), ([], "folder"),
+    (["arms", "--dots=True", "--bases=True"], "two figures"),
+    (["arms", "--dots=maybe"], "invalid bool value: 'maybe'"),
+    (["arms", "--out=x.pdf"], "name a .png")])
+def test_curves_refuse_in_one_line(argv, says, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    filled(tmp_path / "arms")
+    (tmp_path / "cut").mkdir()
+    put(tmp_path / "cut", "smd", 0, p05=0.5, before=(0.5, 0.5), after=(0.5, 0.5))
+    log = tmp_path / "cut" / "smd-0.jsonl"
+    log.write_text("".join(log.read_text().splitlines(keepends=True)[:-1]))
+    with pytest.raises(SystemExit) as e:
+        curves.main(argv)
+    assert str(e.value).startswith("error: ") and says in str(e.value)
+    assert "\n" not in str(e.value) and not (tmp_path / "curves.png").exists()

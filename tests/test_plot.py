@@ -133,6 +133,12 @@ def test_what_the_panels_show():
     assert [line.get_marker() for line in ax.lines] == ["o"] * len(ax.lines)
     assert [end[2] for end in ends] == [(4, 0.75), (2, 0.75)]
 
+    ax = figure.Figure().subplots()  # a folder that is called as a method looks as that does
+    runs = dict(out=dict(logs={0: log}), smd=dict(logs={0: log}))
+    ends = plot.draw_steps(ax, runs, key="reward", last=2)
+    assert [colour for _, colour, _ in ends] == [curves.COLOURS[0], curves.LOOKS["smd"][0]]
+    assert [line.get_color() for line in ax.lines[:2]] == [colour for _, colour, _ in ends]
+
     ax = figure.Figure().subplots()
     assert plot.draw_steps(ax, dict(a=dict(logs={0: rows(1)[:1]})), key="reward", last=2) == []
 

@@ -311,7 +311,7 @@ def test_the_comparisons_are_those_of_the_logs():
     text = read("docs/results.md")
     rows = [row for name, row in found.items() if name.startswith("smd ")]
     assert len(rows) == 3
-    for _, _, mean, seeds, _, p in rows:
+    for _, _, mean, seeds, _, p, *_ in rows:
         line, = [line for line in text.splitlines() if line.startswith("| smd - ") and mean in line]
         assert cells(line)[2].split() == re.findall(r"[+-]\d\.\d{3}", seeds)
         assert cells(line)[3] == p

@@ -1,11 +1,12 @@
 """experiments/ttest.py against printed tables and examples worked by hand."""
+import itertools
 import math
 import random
 from statistics import fmean
 
 import pytest
 
-from experiments.ttest import holm, interval, p_value, quantile, within
+from experiments.ttest import RANKED, holm, interval, p_value, quantile, signed_rank_p, within
 
 
 @pytest.mark.parametrize("df, t", [
@@ -40,6 +41,44 @@ def test_differences_without_spread():
     assert p_value([0.25] * 3) == 0 and p_value([0.0] * 3) == 1
     assert p_value([0.25]) == p_value([]) == 1  # nothing is known
     assert interval([0.25] * 3) == (0.25, 0)
+
+
+@pytest.mark.parametrize("differences, p", [
+    (range(1, 9), 2 / 256),                          # all positive: this and its mirror image
+    ((-1, 2, 3, 4, 5, 6, 7, 8), 4 / 256),            # sums of minus 0, 1, and the mirror images
+    ((1, -2, 3, 4, 5, 6, 7, 8), 6 / 256),            # 0, 1, 2
+    ((1, 2, -3, 4, 5, 6, 7, 8), 10 / 256),           # 0, 1, 2, 3, 1 + 2
+    ((1, 1, 1, -1), 10 / 16),                        # all ranks 2.5: two-sided binomial
+    ((-1, 2, 2, 3), 4 / 16),                         # ranks 1, 2.5, 2.5, 4: sums of minus 0, 1
+    ((2, -2, 3, 4, 0), 6 / 16),                      # 1.5, 1.5, 3, 4; zero dropped: 0, 1.5, 1.5
+    ((0.1, -0.1), 1), ((0.3,), 1), ((0.0, 0.0), 1), ((), 1)])
+def test_signed_ranks_by_hand(differences, p):
+    assert signed_rank_p([*differences]) == p == signed_rank_p([-x for x in differences])
+
+
+def test_signed_ranks_are_all_signs():
+    """Each choice of signs in turn, of magnitudes with ties and without."""
+    for sizes in ((1, 2, 3, 4, 5, 6), (1, 1, 2, 3, 3, 3)):
+        ranks = [sum(x < y for x in sizes) + (sizes.count(y) + 1) / 2 for y in sizes]
+        signs = [*itertools.product((-1, 1), repeat=len(sizes))]
+        sums = [abs(sum(s * r for s, r in zip(each, ranks))) for each in signs]
+        for each, found in zip(signs, sums):
+            p = fmean(x >= found for x in sums)
+            assert signed_rank_p([s * x for s, x in zip(each, sizes)]) == p
+    assert signed_rank_p([-1, 2, 3]) != signed_rank_p([1, 2, -3])  # control: no sign test
+
+
+def test_rewards_at_six_digits_are_tied():
+    """10 / 1024 = 0.009765625 of rewards that were rounded; the control tells them apart."""
+    near = [0.009766, 0.009765, -0.009766, 0.02, 5e-7]
+    assert signed_rank_p(near) == signed_rank_p([1, 1, -1, 2]) == 8 / 16
+    assert signed_rank_p(near, equal=0) == 12 / 32  # sums of minus 0, 1, 2, 3, 3.5, 3.5
+
+
+def test_ranks_of_many_differences_are_refused():
+    assert signed_rank_p([*range(1, RANKED + 1)]) == 2 / 2 ** RANKED
+    with pytest.raises(ValueError, match="at most 100 differences, got 101"):
+        signed_rank_p([1] * (RANKED + 1))
 
 
 def test_holm_worked_by_hand():
