@@ -110,6 +110,10 @@ def parts(folders=()):
     return {
         "main": [(arms(MAIN), ["--seeds=8", f"--compare={COMPARE}"]),
                  (arms(OTHERS), ["--seeds=3"])],
+        # the same without a GPU, in an hour on two cores: fewer seeds and evaluations
+        "main-cpu": [(arms(MAIN), ["--seeds=3", f"--compare={COMPARE}", "--device=cpu",
+                                   "--eval_every=25", "--eval_problems=128",
+                                   "--eval_final=512"])],
         "weights": [(weights, ["--seeds=3"])],
         "budgets": [(budgets, ["--seeds=3"])],
         "methods": [(methods, ["--seeds=2"])],
