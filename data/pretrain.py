@@ -234,10 +234,11 @@ def evaluate(model, tok, task, n, group, temperature):
     problems = [tasks.problem(task, "eval", 0, HELD_OUT + i, tokens=eval_tokens[task],
                               encode=encode) for i in range(n)]
     longest = max(len(tok.encode(" " + p.answer)) for p in problems) + 1
+    exact = torch.are_deterministic_algorithms_enabled()
     torch.use_deterministic_algorithms(False)  # sampling has its own generator
     r = generate(model, [encode(p.text) for p in problems], group, longest,
                  temperature=temperature, eviction=Eviction("none"), stop_ids=tok.stop_ids)
-    torch.use_deterministic_algorithms(True)
+    torch.use_deterministic_algorithms(exact)
     earned, form = [], []
     for p, tokens, lengths in zip(problems, r.tokens.tolist(), r.lengths.tolist()):
         for t, length in zip(tokens, lengths):

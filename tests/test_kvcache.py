@@ -22,12 +22,12 @@ from kvcache import (
     adaptive,
     h2o,
     keep,
-    pooled,
     received,
     rkv,
     similarity,
     snapkv,
 )
+from kvcache import pooled as pooled_by
 from model import Config
 from rollout import generate
 
@@ -327,6 +327,13 @@ def test_snapkv_by_hand():
     want = torch.tensor([[0, 0, 1.0, 1.0, 1.0, 0.5, 0, 0]])
     assert torch.allclose(pooled, want, atol=1e-6)
     assert keep(pooled, 6, 2, 1).tolist() == [[0, 2, 3, 4, 6, 7]]
+    # by the mean: what is beyond the ends counts as 0 and is divided by too
+    want = torch.tensor([[0, 0, 1 / 3, 0.5, 2 / 3, 1 / 3, 0, 0]])
+    assert torch.allclose(snapkv(q, k, replace(E, pool=3, pool_by="mean")), want, atol=1e-6)
+    ends = pooled_by(torch.tensor([[3.0, 0, 0, 6]]), replace(E, pool=3, pool_by="mean"))
+    assert torch.allclose(ends, torch.tensor([[1.0, 1, 2, 2]]))
+    with pytest.raises(ValueError, match="unknown pool_by 'median': choose from max, mean"):
+        replace(E, pool_by="median")
     # with fewer queries than the window is long, nothing of the window is pooled out of it either
     q = torch.zeros(1, 1, hs)
     q[0, 0, 5] = 50.0
@@ -375,7 +382,7 @@ def test_rkv_takes_the_largest_logit_and_leaves_the_window_out():
 
 def rkv_of_softmaxes(q, k, e):
     """Nearly R-KV: softmax over all keys, then the largest of the query heads."""
-    importance = pooled(received(q, k).amax(1) / len(q), e)
+    importance = pooled_by(received(q, k).amax(1) / len(q), e)
     return 0.1 * importance - 0.9 * similarity(k).softmax(-1)
 
 

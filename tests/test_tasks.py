@@ -2,7 +2,6 @@
 import json
 import os
 import re
-import runpy
 
 import numpy as np
 import pytest
@@ -667,18 +666,46 @@ def test_checkpoint_is_small_and_its_tokenizer_is_reproducible(checkpoint, tmp_p
         assert (tmp_path / name).read_bytes() == open(os.path.join(MODEL, name), "rb").read()
 
 
-@pytest.mark.parametrize("args, says", [
-    (["--stage=3"], "folder': no such folder"),
-    (["--stage=3", "--device=tpu"], "device must be auto, cpu, cuda or cuda:N, got 'tpu'")])
-def test_pretraining_refuses_before_it_writes(args, says, tmp_path, monkeypatch):
-    folder = tmp_path / "folder"
-    monkeypatch.setattr("sys.argv", ["pretrain", str(folder), *args])
+def test_a_new_task_changes_no_checkpoint(monkeypatch, tmp_path):
+    """The vocabulary is that of a file. Control: another word in the file."""
+    from data import pretrain
+    before = pretrain.build_tokenizer()
+    monkeypatch.setitem(TASKS, "new", (lambda rng: (["Zebras yodel."], iter([]), "Who?", "I"),
+                                       str.__eq__))
+    monkeypatch.setattr("data.tasks.NAMES", ["Zacharias", "Yolanda"])
+    assert pretrain.build_tokenizer() == before
+    words = pretrain.words()
+    monkeypatch.setattr(pretrain, "words", lambda: [*words, " yodel"])
+    assert pretrain.build_tokenizer() != before
+
+
+def pretrained(folder, monkeypatch, **how):
+    """Two steps of data/pretrain.py, as short as they can be."""
+    from data import pretrain
     monkeypatch.setattr("torch.use_deterministic_algorithms", bool)  # not for the other tests
     monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", "")
-    with pytest.raises(SystemExit) as e:
-        runpy.run_module("data.pretrain", run_name="__main__")
-    assert says in str(e.value) and str(e.value).startswith("error: ")
-    assert not folder.exists()
+    monkeypatch.setattr(pretrain, "max_steps", 2)
+    monkeypatch.setattr(pretrain, "copy_rows", 2)
+    pretrain.main(str(folder), **how)
+
+
+def test_pretraining_that_does_not_get_there_writes_nothing(tmp_path, monkeypatch):
+    with pytest.raises(ValueError, match="after 2 steps sampled answers to kv4 do not earn 0.1"):
+        pretrained(tmp_path / "none", monkeypatch)
+    assert not (tmp_path / "none").exists()
+    pretrained(tmp_path / "some", monkeypatch, stop=1)  # control: a snapshot of step 1
+    from model import Transformer
+    model = Transformer.from_pretrained(str(tmp_path / "some"))
+    assert model.config == Transformer.from_pretrained(MODEL).config
+
+
+def test_pretraining_ends_where_answers_earn_enough(tmp_path, monkeypatch, capsys):
+    from data import pretrain
+    at = iter([0.05, 0.1])
+    monkeypatch.setattr(pretrain, "evaluate", lambda *args, **how: (next(at), 0.0))
+    monkeypatch.setattr(pretrain, "training", lambda *args: ((i, i > 9) for i in range(100)))
+    pretrained(tmp_path / "tiny", monkeypatch)
+    assert capsys.readouterr().out.endswith(f"step 15: saved to {tmp_path / 'tiny'}\n")
 
 
 def test_checkpoint_tokenizer(checkpoint):
@@ -697,39 +724,46 @@ def test_checkpoint_tokenizer(checkpoint):
 
 
 def test_checkpoint_has_something_to_learn(checkpoint):
-    """Greedy answers are mostly right with the dense cache, and RL under the compressed one has
-    room above and ground below."""
+    """It earns something from the full cache and next to nothing from the compressed one."""
     def measured(**kw):
-        return accuracy(answers(checkpoint, 32, **kw))
+        return accuracy(answers(checkpoint, 64, **kw))
 
     greedy, snapkv = dict(group=1, temperature=0.0), dict(evict="snapkv", sinks=2)
-    assert measured(evict="none", **greedy) >= 0.97                               # was 1.000
-    assert 0.48 <= measured(budget=56, window=20, **snapkv, **greedy) <= 0.68     # was 0.578
-    assert 0.44 <= measured(evict="none", group=4) <= 0.6                         # was 0.518
-    assert 0.1 <= measured(budget=56, window=20, **snapkv, group=4) <= 0.18       # was 0.137
-    # control: a window of 4 ends behind the keys in the question, so the votes miss their codes
-    assert measured(budget=56, window=4, **snapkv, group=4) < 0.02                # was 0.000
+    assert 0.03 <= measured(evict="none", **greedy) <= 0.2                        # was 0.063
+    assert measured(budget=56, window=20, **snapkv, **greedy) <= 0.05             # was 0.012
+    assert 0.1 <= measured(evict="none", group=4) <= 0.2                          # was 0.148
+    assert 0.002 <= measured(budget=56, window=20, **snapkv, group=4) <= 0.04     # was 0.013
+
+
+def test_what_the_checkpoint_knows(checkpoint):
+    """It finds codes, and one at a time it answers. Of several it does not know the order: its
+    third pair comes twice."""
+    from data.pretrain import evaluate
+    model, tok = checkpoint
+    reward, form = evaluate(model, tok, "kv", n=32, group=1, temperature=0.0)
+    assert reward >= 0.9 and form == 1                                            # was 1.000
+    for p, (text,) in answers(checkpoint, 3, evict="none", group=1, temperature=0.0):
+        want = p.answer.split()
+        assert text.split() == [*want[:6], *want[4:6]]
 
 
 def test_the_question_alone_carries_no_code(checkpoint):
     """The rows of the question were computed while all keys were there, and might have kept what
     they saw. Sinks and these rows alone earn nothing before training; chosen keys do."""
-    make = dict(group=1, temperature=0.0, sinks=2)
-    alone = accuracy(answers(checkpoint, 24, evict="recent", budget=22, window=8, **make))
-    chosen = accuracy(answers(checkpoint, 24, evict="snapkv", budget=56, window=20, **make))
-    assert alone < 0.05                                                           # was 0.000
-    assert 0.52 <= chosen <= 0.72                                                 # was 0.625
+    make = dict(group=4, sinks=2)
+    alone = accuracy(answers(checkpoint, 64, evict="recent", budget=22, window=8, **make))
+    chosen = accuracy(answers(checkpoint, 64, evict="snapkv", budget=80, window=20, **make))
+    assert alone < 0.005 and chosen > 0.02                                      # 0.000, 0.077
 
 
 def test_checkpoint_speaks(checkpoint):
     def spoken(n, **kw):
         return [texts for _, texts in answers(checkpoint, n, group=1, temperature=0.0, **kw)]
 
-    right = [[" scarf 4111 comb 3842 radio 1396 spoon 5285"],
-             [" barrel 7402 helmet 3529 pump 7694 doll 1181"],
-             [" quilt 7451 diamond 2893 paint 6533 stool 5943"]]
-    assert spoken(3, evict="none") == right
-    first, second, third = spoken(3, evict="snapkv", budget=56, window=20, sinks=2)
-    assert first == [" scarf 5285 comb 3842 radio 1396 spoon 5285"]
-    assert second == [" barrel 7402 helmet 2791 pump 7694 doll 3366"]
-    assert third == right[2]
+    assert spoken(3, evict="none") == [[" scarf 4111 comb 3842 radio 1396 radio 1396"],
+                                       [" barrel 7402 helmet 3529 pump 7694 pump 7694"],
+                                       [" quilt 7451 diamond 2893 paint 6533 paint 6533"]]
+    assert spoken(3, evict="snapkv", budget=56, window=20, sinks=2) == [
+        [" scarf 641 331 5285 radio 139  engine 5285 comb"],
+        [" barrel 7402 helmet 3529 pump 7694 pump 7694 doll"],
+        [" quilt 7451 diamond 2893 paint  745 paint 6533"]]

@@ -1,6 +1,7 @@
 """train.py: settings and what is wrong with them, the update, the loop as a user runs it."""
 import json
 import os
+import re
 import shutil
 from pathlib import Path
 from types import SimpleNamespace
@@ -33,6 +34,7 @@ from kvcache import EVICT, SPREAD, Eviction
 from model import Transformer
 from objectives.dpo import DPO
 from rollout import generate
+from support.lora import LoRA
 from support.metrics import Metrics
 from support.run import one_line_errors, read_list
 
@@ -419,6 +421,28 @@ def test_the_loss_of_an_update_by_hand(model, student, distill_on):
                  kept.found) > 1e-2
 
 
+@pytest.mark.parametrize("policy", ["shadow", "dense"])
+def test_the_one_sided_estimate_by_hand(model, policy):
+    """distill_by=one_sided: where the sampled token is likelier under the teacher, the difference;
+    elsewhere nothing. With a learner that replays and with one that does not."""
+    c, objective, opt = learner(model, distill=0.3, distill_by="one_sided", distill_on="all",
+                                learner=policy)
+    r, rewards = sampled(model), some_rewards(4, 4)
+    kept = Gradients(opt)
+    log = train.update(model, opt, objective, r, rewards=rewards, c=c, lr=1e-3)
+    out = replay(model, r)
+    loss, _ = grpo.policy_loss(out[policy], None, advantages(rewards), r.mask)
+    behind = out["shadow"].detach() - out["dense"]
+    term = (grpo.token_scale(r.mask) * behind * (behind > 0)).sum()
+    want = torch.autograd.grad(loss + 0.3 * term, list(model.parameters()))
+    assert apart(want, kept.found) < 1e-5
+    assert log["kl"] == pytest.approx(term.item(), rel=1e-5) and term > 0
+    both = (grpo.token_scale(r.mask) * behind.abs()).sum()  # control: of both sides
+    assert abs(both - term) > 1e-3
+    with pytest.raises(ValueError, match="it takes teacher=other"):
+        train.settings(["--distill_by=one_sided", "--teacher=initial"])
+
+
 def constant_rewards(reward, **changes):
     """Gradients and log of an update in which all responses earned the same: of the KL alone."""
     net = toy()
@@ -592,6 +616,48 @@ def test_diverged():
     with pytest.raises(FloatingPointError, match="norm is nan"):
         opt.step(1e-3, 1.0)
     assert all(torch.equal(a, b) for a, b in zip(before, opt.masters))
+
+
+@pytest.mark.parametrize("rank", [0, 4])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_step_without_a_gradient_changes_nothing(rank, dtype):
+    """Neither weights nor moments, with decay and momentum from steps before; nor the count that
+    AdamW corrects its bias by. Control: the smallest gradient moves them."""
+    net = toy(dtype=dtype)
+    c = train.settings([f"--lora_rank={rank}", "--weight_decay=0.1"])
+    objective = train.OBJECTIVES["grpo"](net, c, None)
+    opt = (LoRA if rank else train.Masters)(net, c, objective.value)
+
+    def state():
+        moments = [x for each in opt.optimizer.state.values() for x in each.values()]
+        return [x.detach().clone() for x in [*net.parameters(), *opt.masters, *moments]]
+
+    def step(gradient):
+        sum(p.sum() for p in net.parameters() if p.requires_grad).mul(gradient).backward()
+        return opt.step(1e-2, 1.0)
+
+    for _ in range(2):  # of LoRA the first moves B alone
+        assert step(1.0) > 0
+    before = state()
+    assert step(0.0) == 0 and all(map(torch.equal, before, state()))
+    assert all(m.grad is None for m in opt.masters)
+    assert step(1e-3) > 0 and not any(map(torch.equal, before[-3:], state()[-3:]))
+
+
+def test_idle_steps_are_counted_and_answers_shown(tmp_path, capsys, monkeypatch):
+    """Where nothing is rewarded; and the end shows a problem before and after, from both caches."""
+    monkeypatch.setattr("data.tasks.reward", lambda problem, text: 0.0)
+    train_here(*FAST, "--distill_on=reward", f"--out_dir={tmp_path / 'out'}")
+    said = capsys.readouterr().out
+    assert "in 4 of 4 steps the gradient was exactly 0" in said
+    assert re.search(r"the first held-out problem: Repeat .*\n  right answer .*\n"
+                     r"  before, compressed .*\n  before, dense .*\n"
+                     r"  after, compressed .*\n  after, dense  ", said)
+    a, b = (Transformer.from_pretrained(x) for x in (train.TINY, str(tmp_path / "out" / "model")))
+    assert all(map(torch.equal, a.parameters(), b.parameters()))
+    monkeypatch.setattr("data.tasks.reward", share_of_digits)  # control
+    train_here(*FAST, f"--out_dir={tmp_path / 'other'}")
+    assert "exactly 0" not in capsys.readouterr().out
 
 
 def test_bf16_weights_and_fp32_masters():
@@ -778,6 +844,19 @@ def test_every_seed_is_measured_on_the_same_problems(tmp_path, monkeypatch):
         "kv", tok, seed=seed, tokens=96, n_eval=4).get(split, range(4))[0]]
         for split in ("eval", "train") for seed in (0, 1)}
     assert texts["eval", 0] == texts["eval", 1] and texts["train", 0] != texts["train", 1]
+
+
+def test_the_first_held_out_problem():
+    """eval_first skips; what is trained on stays."""
+    tok = Tokenizer(os.path.join(ROOT, "data", "tiny"))
+
+    def texts(split, indices, **how):
+        problems = Problems("kv", tok, seed=0, tokens=96, n_eval=4, **how)
+        return [p.text for p in problems.get(split, indices)[0]]
+
+    assert texts("eval", range(4), eval_first=3) == texts("eval", range(3, 7))
+    assert texts("eval", range(4), eval_first=3) != texts("eval", range(4))
+    assert texts("train", range(4), eval_first=3) == texts("train", range(4))
 
 
 def test_evaluate(monkeypatch):

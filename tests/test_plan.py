@@ -1,0 +1,74 @@
+"""experiments/plan.py: which rate is chosen, what is run; forced.py: what is missing."""
+import json
+
+import pytest
+import torch
+
+from experiments import ablate, forced, plan
+
+RATES = {3e-5: (1.0, 0.5, 0.5), 1e-4: (1.2, 0.2, 1.0), 3e-4: (1.1, 0.6, 0.5)}
+
+
+def test_the_rate_with_the_largest_sum_is_chosen():
+    assert plan.choose(RATES) == 1e-4
+    assert plan.choose({**RATES, 3e-4: (1.3, 0.6, 0.7)}) == 3e-4  # control
+
+
+@pytest.mark.parametrize("best, more", [(1e-4, "3e-5"), (6e-4, "0.001"), (3e-4, None)])
+def test_a_choice_at_the_end_gets_one_rate_more(best, more, monkeypatch):
+    """And only one: what lies beyond is not asked for until that one is there."""
+    rates = {lr: (float(lr == best), 0, 0) for lr in plan.GRID[2:5]}
+    monkeypatch.setattr(plan, "tuned", lambda: {"mis": rates})
+    asked = [arm for arm in plan.tune_arms()[1][0] if "config/mis.py" in arm]
+    wanted = [f"config/mis.py --lr={x}" for x in ("0.0001", "0.0003", "0.0006", more) if x]
+    assert [arm.replace("3e-05", "3e-5") for arm in asked] == wanted
+
+
+def test_every_part_is_a_request_that_ablate_takes():
+    """At the rates of results/tune; every comparison that is named has its arms."""
+    rates, seen = plan.rate(), 0
+    assert set(rates) == {*plan.MAIN, *plan.OTHERS}
+    for todo in plan.parts(["data/tiny"]).values():
+        for arms, options in todo:
+            own, texts, common = ablate.parse([*arms, *plan.LONG, *options, "--out=x"])
+            found, _ = ablate.request(texts, common, range(own.seeds))
+            seen += len(found) * own.seeds
+            if own.compare:
+                named = dict(compare=own.compare, begun=0)
+                ablate.comparisons(named, found)
+                with pytest.raises(ValueError, match="compare: no arm"):  # control
+                    ablate.comparisons(dict(named, compare="smd/other/dense"), found)
+    assert seen > 200
+
+
+def test_tuning_and_judging_share_no_problem():
+    first = int(dict(x[2:].split("=") for x in plan.TUNE)["eval_first"])
+    asked = int(dict(x[2:].split("=") for x in plan.LONG)["eval_final"])
+    assert first >= asked and "--first=100" in plan.TUNE and "--eval_first" not in str(plan.LONG)
+
+
+def test_what_a_model_lacks(tmp_path, monkeypatch, capsys):
+    """The embedded checkpoint finds codes with all keys and does not know the order; a head that
+    kept a code is counted."""
+    out = tmp_path / "out.json"
+    monkeypatch.setattr("sys.argv", ["forced", "data/tiny", "--n=24", "--device=cpu",
+                                     f"--out={out}"])
+    forced.main()
+    (kinds, carried), = json.loads(out.read_text()).values()
+    dense, compressed = kinds["dense"], kinds["compressed"]
+    assert dense["codes"] > 0.9 > 0.75 > dense["order"] > 0.4 and dense["form"] > 0.99
+    assert compressed["codes"] < 0.8 and compressed["end"] < 0.6
+    assert sum(n for n, _ in carried["dense"].values()) == 96
+    assert "order 0." in capsys.readouterr().out
+
+    class Tok:
+        ids = {" a": [5], " b": [6], " is": [7]}
+
+        def encode(self, text):
+            return self.ids[text]
+
+    prompt = [5, 1, 6, 7, 0, 8, 9, 2, 5]                       # "b is 89"
+    kept = torch.tensor([[[0, 5, 6], [1, 5, 7]], [[4, 5, 6], [2, 6, 8]]])
+    assert forced.heads_with_code(kept, prompt, Tok(), "b") == 2
+    with pytest.raises(ValueError):  # control: "a" is no fact of this prompt
+        forced.heads_with_code(kept, prompt, Tok(), "a")
