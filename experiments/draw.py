@@ -13,7 +13,7 @@ all of them and says what to look at.
     kept         the same prompt keys as text, a panel per layer and KV head
     rows         a bar per key of one head, from its row to its until; response keys are evicted
     tiles        which tiles of one head the kernel computes, keys in row order and sorted
-    acceptance   overlap of dense and sparse policy while arms train, from results/arms
+    acceptance   overlap of dense and sparse policy while arms train, from results/main
 """
 import io
 import multiprocessing

@@ -1,12 +1,10 @@
-"""experiments/chart.py and the command of curves.py: what they read of kept logs and draw of it."""
+"""experiments/curves.py: the looks of arms and the pictures that it draws of kept logs."""
 import json
-import sys
 from itertools import combinations
 
 import pytest
 
-from conftest import ROOT
-from experiments import chart, curves
+from experiments import curves
 from experiments.logs import load
 
 
@@ -39,76 +37,6 @@ def filled(folder):
     return folder
 
 
-def test_what_is_read(tmp_path):
-    dense, long, short = chart.read_points(str(filled(tmp_path / "map")))
-    assert (dense["method"], dense["task"], dense["budget"]) == ("dense", "kv", "30")
-    assert (long["method"], long["task"], long["budget"]) == ("smd", "kv16", "40")
-    assert (short["task"], short["budget"]) == ("kv4", "30")  # the task of train.py
-    assert (dense["x"], long["x"]) == (0.25, 0.5)
-    assert long["compressed"] == dict(before={0: 0.5, 1: 0.5}, after={0: 0.75, 1: 0.875})
-    assert long["dense"] == dict(before={0: 0.75, 1: 0.75}, after={0: 0.875, 1: 0.875})
-    assert sorted(["kv16", "own", "kv", "kv4"], key=chart.by_length) == ["kv", "kv4", "kv16", "own"]
-
-
-@pytest.mark.parametrize("argv, says", [
-    (["whole", "--out=x.pdf"], "--out must name a .png"), ([], "no log in"),
-    (["old"], "old: smd: its logs say nothing of acceptance"), (["cut"], "no run has ended in")])
-def test_refused_in_one_line(argv, says, tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    for name in ("old", "cut"):
-        (tmp_path / name).mkdir()
-        put(tmp_path / name, "smd", 0, p05=None, before=(0.5, 0.5), after=(0.5, 0.5))
-    filled(tmp_path / "whole")
-    log = tmp_path / "cut" / "smd-0.jsonl"
-    log.write_text("".join(log.read_text().splitlines(keepends=True)[:-1]))
-    with pytest.raises(SystemExit) as e:
-        chart.main(argv)
-    assert str(e.value).startswith("error: ") and says in str(e.value)
-    assert "\n" not in str(e.value) and not (tmp_path / "docs").exists()
-
-
-def test_the_map_is_drawn(tmp_path, capsys):
-    pytest.importorskip("matplotlib")
-    import matplotlib.image
-    path = tmp_path / "new" / "map.png"
-    chart.main([str(filled(tmp_path / "map")), f"--out={path}"])
-    image = matplotlib.image.imread(path)
-    assert image.shape[:2] == (1120, 1800) and image.std() > 0.02
-    assert capsys.readouterr().out == f"map written to {path}\n"
-    assert [p.name for p in path.parent.iterdir()] == ["map.png"]
-
-
-def test_more_methods_than_colours(tmp_path):
-    """Colours come round again, with another dash."""
-    pytest.importorskip("matplotlib")
-    folder = tmp_path / "map"
-    folder.mkdir()
-    names = [f"arm{i}" for i in range(len(curves.COLOURS) + 1)] + ["dense"]
-    for name in names:
-        put(folder, name, 0, p05=0.5, before=(0.5, 0.75), after=(0.25, 1.0))
-    settings(folder, **dict.fromkeys(names, "config/any.py --task=kv"))
-    chart.main([str(folder), f"--out={tmp_path / 'map.png'}"])
-    assert (tmp_path / "map.png").exists()
-    colours = [look["color"] for look in curves.looks(names).values()]
-    assert colours[-1] == curves.BLACK and len({*colours}) == len(curves.COLOURS) < len(names)
-    assert len({str(look) for look in curves.looks(names).values()}) == len(names)
-
-
-def test_the_folders_of_the_map_hold_logs(monkeypatch):
-    monkeypatch.chdir(ROOT)
-    tasks = [{p["task"] for p in chart.read_points(folder)} for folder in chart.MAP]
-    assert tasks == [{"kv"}, {"kv4"}, {"kv16"}]
-    with pytest.raises(ValueError, match="no log in"):  # control: the folder that holds them
-        chart.read_points("results/map")
-
-
-def test_without_matplotlib_one_line_says_so(tmp_path, monkeypatch):
-    monkeypatch.setitem(sys.modules, "matplotlib", None)
-    with pytest.raises(SystemExit, match="^error: the picture needs matplotlib: pip install"):
-        chart.main([str(filled(tmp_path / "map")), f"--out={tmp_path / 'map.png'}"])
-    assert not (tmp_path / "map.png").exists()
-
-
 # looks, the same in every figure
 
 MAIN = ["dense lr=1e-4", "naive lr=1e-4", "tis lr=1e-4", "shadow lr=3e-4", "smd lr=1e-3"]
@@ -134,25 +62,6 @@ def test_arms_of_one_method_differ():
     assert bare["smd"] == alone != bare["smd lr=1e-4"]
     many = curves.looks([*curves.LOOKS, *(f"own{i}" for i in range(15))])
     assert len({(look["color"], look["ls"]) for look in many.values()}) == 32
-
-
-def test_map_and_curves_agree(tmp_path, monkeypatch):
-    figure = pytest.importorskip("matplotlib.figure")
-    folder, drawn, draw_panel = str(filled(tmp_path / "map")), {}, chart.draw_panel
-
-    def spy(ax, points, methods, cache):
-        draw_panel(ax, points, methods, cache)
-        for line in ax.lines:
-            drawn.setdefault(line.get_label(), line)
-
-    monkeypatch.setattr(chart, "draw_panel", spy)
-    chart.draw(chart.read_points(folder), str(tmp_path / "map.png"))
-    ax = figure.Figure().subplots()
-    curves.curve(ax, load(folder, ["smd budget=30", "dense"]), "eval_dense")
-    for line, other in zip(ax.lines, ["smd", "dense"]):
-        for what in ("get_color", "get_linestyle", "get_linewidth"):
-            assert getattr(line, what)() == getattr(drawn[other], what)()
-    assert ax.lines[0].get_color() != drawn["dense"].get_color()  # control
 
 
 def test_names_without_options_where_they_do():
