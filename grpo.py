@@ -435,6 +435,7 @@ class GRPO:
     for objectives that need one."""
     value = None  # PPO: a head that is trained and saved with the model
     at_least = 2  # samples per prompt
+    uses = ("correction", "ratio_to", "ref_kl", "norm", "clip", "clip_high", "updates")
 
     def __init__(self, model, settings, initial):
         self.c = settings

@@ -13,7 +13,7 @@ Left out on purpose: top-p and top-k (they cut the support and bias every ratio)
 streaming.
 """
 import operator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import groupby
 
 import torch
@@ -68,6 +68,16 @@ class Rollout:
             tokens=self.tokens[b, g], lengths=self.lengths[b, g], stopped=self.stopped[b, g],
             logp_roll=self.logp_roll[b, g], temperature=self.temperature,
             until=self.until[:, :, b, g])
+
+
+    def cut(self, ends):
+        """The rollout whose responses end after ends (B, G) int64 tokens, as a stop token would
+        have ended them; 0: as they are."""
+        lengths = torch.where(ends > 0, ends, self.lengths)
+        shorter = replace(self, lengths=lengths, stopped=self.stopped | (ends > 0))
+        past = ~shorter.mask
+        return replace(shorter, tokens=self.tokens.masked_fill(past, 0),
+                       logp_roll=self.logp_roll.masked_fill(past, 0))
 
 
 def join(rollouts):

@@ -22,6 +22,7 @@ is one. All randomness of a step is a function of (seed, step), so a checkpoint 
 beyond those two numbers, and it does not matter which rank samples.
 """
 import functools
+import math
 import os
 import sys
 import time
@@ -32,7 +33,7 @@ import torch
 
 from data.files import check_files, files_of, is_file
 from data.rewards import RewardError, check_reward, find_reward, means
-from data.tasks import TASKS, Problems, judge
+from data.tasks import TASKS, Problems, before_stop, judge, stop_end, stop_strings
 from data.tokenizer import Tokenizer
 from grpo import CORRECTIONS, GRPO, NORMS, replay
 from kvcache import EVICT, POOL, SPREAD, Eviction
@@ -47,7 +48,7 @@ from support.dry_run import PHASES, dry_run_of, savings
 from support.jsonfile import parse_object, shown
 from support.lora import LoRA, check_lora, frozen_base, targets_of
 from support.memory import memory_errors, memory_of, saving_if_memory_runs_out
-from support.metrics import Metrics
+from support.metrics import Metrics, quantile
 from support.optimizer import Masters
 from support.run import Run, choose_device, one_line_errors, progress, read_list, say, tell
 from support.tracker import TRACKERS, Tracker, check_tracker
@@ -80,6 +81,7 @@ prompts = 16             # prompts per step; 4 .. 128
 group = 8                # samples per prompt; 2 .. 64, and 1 will do for ppo
 max_new_tokens = 17      # longest response in tokens
 temperature = 1.0        # of the sampler and every log-prob; 0.01 .. 100
+stop = ""                # a response ends with the token that completes this text; or a JSON list
 evict = "snapkv"         # none, snapkv, rkv, h2o, recent, random: the names in kvcache.EVICT
 budget = 56              # prompt keys kept per layer and KV head, window and sinks included
 spread = "uniform"       # of the budget over layers and KV heads: uniform, pyramid, adaptive
@@ -118,6 +120,8 @@ lora_targets = "all"     # beside which: all, qkvo, or names such as q_proj,v_pr
 steps = 60
 lr = 6e-4                # with LoRA about ten times that of full training
 warmup = 5               # steps of linear warm-up
+lr_schedule = "constant" # after it: constant, or linear or cosine down to lr_end at the last step
+lr_end = 0.0             # a fraction of lr
 beta2 = 0.95
 weight_decay = 0.0
 grad_clip = 1.0          # largest gradient norm
@@ -137,8 +141,12 @@ CHOICES = dict(
     distill_to=["dense", "shadow"], distill_by=["kl", "one_sided"], distill_on=["all", "reward"],
     teacher=["other", "initial"], pool_by=list(POOL),
     correction=["none", *CORRECTIONS], ratio_to=["learner", "sampler"], norm=list(NORMS),
-    dtype=["auto", "float32", "bfloat16"], tracker=["none", *TRACKERS],
+    dtype=["auto", "float32", "bfloat16"],
+    lr_schedule=["constant", "linear", "cosine"], tracker=["none", *TRACKERS],
     eval_evict=["auto", *(name for name in EVICT if name != "none")])
+# settings that mean something to some objectives only; a class names those that it uses
+OF_OBJECTIVES = ("correction", "ratio_to", "ref_kl", "norm", "clip", "clip_high", "updates",
+                 "gamma", "lam", "value_coef", "beta")
 CUTS = "it cuts the support the learner scores, so every ratio would be biased"
 REFUSED = dict(top_p=CUTS, top_k=CUTS, min_p=CUTS)
 MANY = 10**9
@@ -149,10 +157,10 @@ RANGES = dict(
     eval_every=(1, MANY), eval_problems=(1, 10**6), eval_final=(1, 10**6), eval_batch=(1, 10**6),
     eval_first=(0, MANY), save_every=(1, MANY), warmup=(0, MANY), budget=(0, MANY),
     window=(0, MANY), sinks=(0, MANY), response_budget=(0, MANY), temperature=(1e-2, 100),
-    ref_kl=(0, 100), distill=(0, 100),
-    clip=(0, 1), clip_high=(0, 100), lr=(1e-12, 1), gamma=(0, 1), lam=(0, 1), value_coef=(0, 100),
-    beta=(1e-6, 100), beta2=(0, 0.9999), weight_decay=(0, 1), grad_clip=(1e-6, 1e6),
-    seed=(0, 2**40), shots=(0, 1000), lora_rank=(0, 10**6), lora_alpha=(1e-6, 1e6))
+    ref_kl=(0, 100), distill=(0, 100), clip=(0, 1), clip_high=(0, 100), lr=(1e-12, 1),
+    lr_end=(0, 1), gamma=(0, 1), lam=(0, 1), value_coef=(0, 100), beta=(1e-6, 100),
+    beta2=(0, 0.9999), weight_decay=(0, 1), grad_clip=(1e-6, 1e6), seed=(0, 2**40),
+    shots=(0, 1000), lora_rank=(0, 10**6), lora_alpha=(1e-6, 1e6))
 MAY_CHANGE = {  # on resume; the last three because a run may end for want of memory
     "resume", "overwrite", "dry_run", "tracker", "out_dir", "device", "steps", "eval_every",
     "save_every", "eval_batch", "micro_rows", "checkpointing"}
@@ -170,6 +178,7 @@ def main(argv):
         if c.dry_run:
             dry_run_of(me, c, net, problems, learner=(objective, opt, teacher))
             return
+    stops = stop_strings(c.stop)
     # a full disk, a reward that is no number, an update that is not finite, too little memory
     with (one_line_errors(OSError, ValueError, FloatingPointError, MemoryError, also=run.kept),
           run.saving_on(RewardError, opt),
@@ -197,11 +206,11 @@ def main(argv):
                 part=(mine.start, c.prompts))
 
             # 3. reward the decoded text; what was sampled is never encoded again
-            rollout, rewards, parts = rewarded(tok, rollout, batch, first=number)
+            rollout, rewards, parts = rewarded(tok, rollout, batch, first=number, stops=stops)
             sampled = time.time()
 
             # 4. advantages, replay under the log, loss, optimizer step
-            lr = c.lr * min(1.0, (run.step + 1) / (c.warmup + 1))
+            lr = learning_rate(c, run.step)
             log = update(net, opt, objective, rollout, rewards=rewards, c=c, lr=lr,
                          teacher=teacher)
 
@@ -214,7 +223,7 @@ def main(argv):
             if run.step % c.save_every == 0 or run.step == c.steps - 1:
                 write_samples(run, tok, batch[0], rollout=rollout, rewards=rewards)
             run.memory["kv"] = rollout.kv
-            run.memory["idle"] = run.memory.get("idle", 0) + (log["grad_norm"] == 0)
+            watch_idle(run, tok, batch[0], log=log, rollout=rollout, rewards=rewards)
             run.step += 1
         if run.finished and not run.interrupted:
             finish(run, net, opt)
@@ -222,11 +231,14 @@ def main(argv):
     run.leave()
 
 
-def rewarded(tok, rollout, batch, first):
+def rewarded(tok, rollout, batch, first, stops=()):
     """Judge the responses to a batch of training problems. first: number of the first problem.
-    -> of all ranks: the rollout, rewards (B, G), numbers of responses by name"""
+    -> of all ranks: the rollout, cut at stop strings, rewards (B, G), numbers of responses by
+    name"""
+    rollout = cut_at(tok, rollout, stops)
+
     def work():
-        return judge(batch, decode(tok, rollout, special=False), "training", first=first,
+        return judge(batch, texts_of(tok, rollout, stops), "training", first=first,
                      tokens=ids_of(rollout))
 
     rewards, parts = parallel.attempt(RewardError, work)
@@ -236,13 +248,27 @@ def rewarded(tok, rollout, batch, first):
 
 
 def join_parts(several):
-    """Dicts of lists, one of each rank, as one. Raises ValueError where their names differ."""
-    several = [parts for parts in several if parts] or [{}]
+    """Dicts of lists, one of each rank, None of one that judged nothing, as one. Raises ValueError
+    where their names differ."""
+    several = [parts for parts in several if parts is not None] or [{}]
     for parts in several:
         if set(parts) != set(several[0]):
-            raise ValueError(f"the reward has the names {', '.join(parts)} on one rank and "
-                             f"{', '.join(several[0])} on another: must be the same in each call")
+            here, there = (", ".join(each) or "none" for each in (parts, several[0]))
+            raise ValueError(f"the reward has the names {here} on one rank and {there} on another: "
+                             "must be the same in each call")
     return {name: sum((parts[name] for parts in several), []) for name in several[0]}
+
+
+def learning_rate(c, step):
+    """Of one step: a linear warm-up, then constant or down to lr_end * lr at the last step."""
+    warm = min(1.0, (step + 1) / (c.warmup + 1))
+    if c.lr_schedule == "constant":
+        return c.lr * warm
+    done = min(1.0, max(0, step - c.warmup) / max(1, c.steps - 1 - c.warmup))
+    left = 1 - done
+    if c.lr_schedule == "cosine":
+        left = (1 + math.cos(math.pi * done)) / 2
+    return c.lr * warm * (c.lr_end + (1 - c.lr_end) * left)
 
 
 def update(net, opt, objective, rollout, rewards, c, lr, teacher=None):
@@ -340,7 +366,7 @@ def summary(done):
     log.update(entropy=first.tokens("entropy").mean().item())
     if first.has("accept"):
         accept = first.tokens("accept")
-        log.update(accept=accept.mean().item(), accept_p05=accept.quantile(0.05).item())
+        log.update(accept=accept.mean().item(), accept_p05=quantile(accept, 0.05).item())
     return log
 
 
@@ -368,6 +394,22 @@ def ids_of(rollout):
 def decode(tok, rollout, special=True):
     """The text of each response: B lists of G. special: with stop tokens and the like."""
     return [[tok.decode(ids, special=special) for ids in group] for group in ids_of(rollout)]
+
+
+def cut_at(tok, rollout, stops):
+    """The rollout whose responses end with the token whose text completes a stop string: what
+    stands behind is neither rewarded nor learned from."""
+    if not stops:
+        return rollout
+    plain = functools.partial(tok.decode, special=False)
+    ends = [[stop_end(plain, ids, stops) for ids in group] for group in ids_of(rollout)]
+    return rollout.cut(torch.tensor(ends, device=rollout.lengths.device))
+
+
+def texts_of(tok, rollout, stops):
+    """What a reward gets of each response: no stop tokens, nothing from a stop string on."""
+    return [[before_stop(text, stops) for text in group]
+            for group in decode(tok, rollout, special=False)]
 
 
 def facts(rollout, rewards, parts):
@@ -403,14 +445,14 @@ def evaluate(net, tok, problems, c, eviction, n, run=None):
                **means(join_parts(parts)))
     if overlap:
         overlap = torch.cat(overlap)
-        log.update(accept=overlap.mean().item(), accept_p05=overlap.quantile(0.05).item())
+        log.update(accept=overlap.mean().item(), accept_p05=quantile(overlap, 0.05).item())
     return log
 
 
 def evaluate_share(net, tok, problems, c, eviction, n, run):
     """This rank's share of `evaluate`. -> samples, number of tokens, overlaps of batches of tokens,
     what else the reward returns by name; None if a signal comes between two batches"""
-    dense = eviction.method == "none"
+    dense, stops = eviction.method == "none", stop_strings(c.stop)
     samples, overlap, tokens, parts = [], [], 0, {}
     mine = parallel.share(n)
     for start in range(mine.start, mine.stop, c.eval_batch):
@@ -421,7 +463,8 @@ def evaluate_share(net, tok, problems, c, eviction, n, run):
         batch, prompts = problems.get("eval", range(start, end))
         r = generate(net, prompts, 1, c.max_new_tokens, temperature=0.0, eviction=eviction,
                      stop_ids=tok.stop_ids, seed=0)
-        judged, found = judge(batch, decode(tok, r, special=False), "held-out", first=start,
+        r = cut_at(tok, r, stops)
+        judged, found = judge(batch, texts_of(tok, r, stops), "held-out", first=start,
                               tokens=ids_of(r))
         for name, xs in found.items():
             parts.setdefault(name, []).extend(xs)
@@ -433,7 +476,7 @@ def evaluate_share(net, tok, problems, c, eviction, n, run):
                 with torch.no_grad():
                     out = replay(net, r.select(indices), stats=True)
                 overlap.append(out["accept"][r.mask[indices]].cpu())
-    return samples, tokens, overlap, parts
+    return samples, tokens, overlap, parts if samples else None
 
 
 def problems_at(c, step):
@@ -547,14 +590,13 @@ def settings(argv):
     c = SimpleNamespace(**configure(DEFAULTS, argv, CHOICES, REFUSED))
     check_ranges(c, RANGES)
     eviction_of(c)  # checks itself
-    objective = OBJECTIVES[c.objective]
-    if hasattr(objective, "check"):
-        objective.check(c)
+    check_objective(c)
     if c.task not in TASKS and not is_file(c.task) and (os.path.exists(c.task) or "." in c.task):
         raise ValueError(f"task {shown(c.task)}: a file must end in .jsonl")
     if c.task not in TASKS and not is_file(c.task):
         raise ValueError(f"unknown task {shown(c.task)}: one of {', '.join(TASKS)}, a .jsonl "
                          "file, or gsm8k:FOLDER")
+    stop_strings(c.stop)
     check_files(c)
     check_reward(c.reward)
     check_lora(c, DEFAULTS)
@@ -565,6 +607,20 @@ def settings(argv):
         raise ValueError("distill_by=one_sided compares the two policies of one model: it takes "
                          "teacher=other")
     return c
+
+
+def check_objective(c):
+    """Raise ValueError for a setting that the objective does not use: its class names those that it
+    does (`uses`). Whatever else it has to say, its `check` says."""
+    objective = OBJECTIVES[c.objective]
+    uses = getattr(objective, "uses", ())
+    for key in OF_OBJECTIVES:
+        if key not in uses and getattr(c, key) != DEFAULTS[key]:
+            known = ", ".join(uses) or "none of such settings"
+            raise ValueError(f"{key}={getattr(c, key)}: objective={c.objective} does not use it; "
+                             f"it uses {known}")
+    if hasattr(objective, "check"):
+        objective.check(c)
 
 
 def setup(argv):
@@ -792,6 +848,29 @@ def write_samples(run, tok, problem, rollout, rewards):
         run.append("samples.txt", f"--- step {run.step}\n{prompt}\n{sample(problem, text, x)}")
 
 
+IDLE = 20  # steps in a row without a gradient after which a run says so
+
+
+def watch_idle(run, tok, problem, log, rollout, rewards):
+    """Count the steps whose gradient was exactly 0; where many follow each other, say once what
+    that may mean."""
+    memory = run.memory
+    if log["grad_norm"]:
+        memory["in_a_row"] = 0
+        return
+    memory["idle"] = memory.get("idle", 0) + 1
+    memory["in_a_row"] = memory.get("in_a_row", 0) + 1
+    if memory["in_a_row"] == IDLE:
+        texts, = decode(tok, rollout.select([0]))
+        shown = "".join("  " + sample(problem, text[:200], x)
+                        for text, x in list(zip(texts, rewards[0].tolist()))[:2])
+        why = "is the task too easy?" if rewards.mean() > 0 else (
+            "do the responses have the form that the reward asks for, is the task too hard?")
+        tell(f"{IDLE} steps in a row have changed nothing: in each, all samples of a prompt "
+             f"earned the same ({rewards.mean():.3f} on average now); {why} For example:\n"
+             f"{shown.rstrip()}")
+
+
 def finish(run, net, opt):
     """Save the model in Hugging Face format with its tokenizer and say what was reached."""
     evals, best, kv = run.memory["evals"], run.memory["best"], run.memory["kv"]
@@ -799,15 +878,19 @@ def finish(run, net, opt):
     write_models(run, net, opt, names=("model", "adapter"), reward=last["eval_compressed"])
     tell(f"model saved to {run.path('model')}: step {last['step']}, held-out reward "
          f"{last['eval_compressed']:.3f} with the compressed cache")
-    tell(f"best of {len(evals)} evaluations saved to {run.path('best')}: step {best['step']}, "
-         f"{best['eval_compressed']:.3f}")
+    what = f"step {best['step']}, {best['eval_compressed']:.3f}"
+    if best["eval_compressed"] == 0:
+        what = f"none of them earned anything, so it is the first, of step {best['step']}"
+    tell(f"best of {len(evals)} evaluations saved to {run.path('best')}: {what}")
     shared = kv["dense_shared"]
     tell(f"KV cache of a rollout: {kv['kept']:,} bytes kept, {kv['dense']:,} dense "
          f"(1/{kv['dense'] / kv['kept']:.1f}), {shared:,} dense with each prompt shared by its "
          f"group (1/{shared / kv['kept']:.1f})")
-    if run.memory["idle"]:
-        tell(f"in {run.memory['idle']} of {run.step} steps the gradient was exactly 0, as where "
-             "all groups earn the same throughout: they changed nothing")
+    idle = run.memory.get("idle", 0)
+    if idle:
+        so = "nothing was learned" if idle == run.step else "these steps changed nothing"
+        tell(f"in {idle} of {run.step} steps the gradient was exactly 0, as where all groups earn "
+             f"the same throughout: {so}")
     show_answers(*run.memory["answers"])
     tell("held-out reward with the compressed cache: "
          f"{first['eval_compressed']:.3f} -> {last['eval_compressed']:.3f} "

@@ -27,8 +27,10 @@ any key is evicted, soon said three of its four digits.
 
 Left out on purpose: RULER's essays (a download), its multi-value variants, word counting.
 """
+import bisect
 import functools
 import itertools
+import json
 import math
 import random
 from dataclasses import replace
@@ -279,6 +281,35 @@ def opens_thought(tok, encode):
     question = "Is it 7?"
     _, _, tail = tok.decode(encode(question)).rpartition(question)
     return tail.rfind("<think>") > tail.rfind("</think>")
+
+
+def stop_strings(setting):
+    """The setting `stop`, a text or a JSON list of texts -> tuple. Raises ValueError for an empty
+    one."""
+    found = (setting,) if setting else ()
+    if setting.startswith("["):
+        try:
+            found = tuple(json.loads(setting))
+        except ValueError:
+            found = (None,)
+    if not all(isinstance(text, str) and text for text in found):
+        raise ValueError(f"stop {shown(setting)}: a text, or a JSON list of texts, none empty")
+    return found
+
+
+def before_stop(text, stops):
+    """The text up to the first of the stop strings in it."""
+    return text[:min((text.index(stop) for stop in stops if stop in text), default=None)]
+
+
+def stop_end(decode, ids, stops):
+    """How many tokens it takes until their text holds a stop string; 0 if it never does."""
+    def holds(n):
+        return any(stop in decode(ids[:n]) for stop in stops)
+
+    if not holds(len(ids)):
+        return 0
+    return bisect.bisect_left(range(len(ids)), True, key=holds)
 
 
 def check_split(split):

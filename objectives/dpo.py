@@ -16,6 +16,7 @@ from grpo import check_rewards, same_shape, token_scale
 
 class DPO:
     value = None
+    uses = ("norm", "beta", "updates")  # norm: of the distillation
 
     def __init__(self, model, settings, initial):
         self.c = settings
@@ -26,15 +27,6 @@ class DPO:
         if c.group < 2:
             raise ValueError(f"group must be at least 2, got {c.group}: samples of one prompt are "
                              "compared")
-        if c.correction != "none":
-            raise ValueError(f"correction={c.correction} weighs tokens of the clipped surrogate, "
-                             "which objective=dpo does not have")
-        if c.ratio_to != "learner":
-            raise ValueError(f"ratio_to={c.ratio_to} is about the clipped ratio, which "
-                             "objective=dpo does not have")
-        if c.ref_kl:
-            raise ValueError(f"ref_kl={c.ref_kl} is another pull to the initial model than that of "
-                             "objective=dpo, which is beta")
 
     def prepare(self, rollout, rewards, score):
         pairs = best_and_worst(rollout, rewards)

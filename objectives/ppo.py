@@ -20,6 +20,7 @@ from grpo import GRPO, check_rewards, same_shape, token_scale
 
 class PPO(GRPO):
     at_least = 1  # samples per prompt: the value stands in for the group's mean
+    uses = (*GRPO.uses, "gamma", "lam", "value_coef")
 
     def __init__(self, model, settings, initial):
         super().__init__(model, settings, initial)

@@ -33,3 +33,13 @@ class Metrics:
     def tokens(self, name):
         """All that was collected under this name, (n,) fp32."""
         return torch.cat(self.parts[name]).float()
+
+
+def quantile(x, q):
+    """x (n,) -> the q-quantile, between two numbers in proportion, of any n: torch's own refuses
+    more than 2^24."""
+    x = x.sort().values
+    at = q * (len(x) - 1)
+    low = int(at)
+    high = min(low + 1, len(x) - 1)
+    return torch.lerp(x[low], x[high], at - low)

@@ -36,7 +36,7 @@ STOP = (3, 7, 9)
 # a run of half a second, which learns whatever its responses earn
 FAST = ["--task=kv", "--prompt_tokens=64", "--max_new_tokens=5", "--budget=24", "--window=16",
         "--prompts=2", "--group=4", "--distill_on=all", "--eval_problems=4", "--eval_final=4",
-        "--steps=4", "--eval_every=2", "--save_every=2", "--device=cpu"]
+        "--steps=4", "--eval_every=2", "--save_every=2", "--device=cpu", "--lr=3e-4"]
 
 
 # models and prompts

@@ -274,6 +274,9 @@ def talk():
         parallel.check_equal([a, b], "the weights")
     with pytest.raises(ValueError, match="names right on one rank and wrong on another"):
         train.join_parts(parallel.gather({"wrong right".split()[r]: [1]}))
+    with pytest.raises(ValueError, match="names .* on one rank and .*: must be the same"):
+        train.join_parts(parallel.gather({"right": [1]} if r else {}))  # of one rank alone
+    assert train.join_parts(parallel.gather({"right": [1]} if r else None)) == {"right": [1]}
 
     assert parallel.attempt(RewardError, lambda: r) == r
     print(f"{r} is here", flush=True)

@@ -35,7 +35,7 @@ from model import Transformer
 from objectives.dpo import DPO
 from rollout import generate
 from support.lora import LoRA
-from support.metrics import Metrics
+from support.metrics import Metrics, quantile
 from support.run import one_line_errors, read_list
 
 # a whole run
@@ -179,15 +179,16 @@ def test_nothing_is_evicted(tmp_path, capsys):
     ("evict=none, learner=dense both are one policy", ["config/tis.py", "--evict=none"]),
     ("correction=tis with ratio_to=sampler would count", ["config/tis.py", "--ratio_to=sampler"]),
     ("ratio_to must be one of learner, sampler", ["--ratio_to=old"]),
-    ("which objective=dpo does not have", ["config/dpo.py", "--ratio_to=sampler"]),
-    ("another pull to the initial model", ["config/dpo.py", "--ref_kl=0.1"]),
+    ("beta=0.2: objective=grpo does not use it; it uses correction, ", ["--beta=0.2"]),
+    ("ratio_to=sampler: objective=dpo does not use it", ["config/dpo.py", "--ratio_to=sampler"]),
+    ("ref_kl=0.1: objective=dpo does not use it", ["config/dpo.py", "--ref_kl=0.1"]),
     ("ref_kl must be between 0 and 100", ["--ref_kl=-1"]),
     ("distill_on must be one of all, reward", ["--distill_on=none"]),
     ("teacher must be one of other, initial", ["--teacher=self"]),
     ("response_budget 16 must be above the window of 16", ["--response_budget=16", "--window=16"]),
     ("eval_evict must be one of auto, snapkv", ["--eval_evict=none"]),
     ("period must be between 1 and", ["--period=0"]),
-    ("which objective=dpo does not have", ["config/tis.py", "--objective=dpo"]),
+    ("correction=tis: objective=dpo does not use it", ["config/tis.py", "--objective=dpo"]),
     ("lam must be between 0 and 1", ["--lam=1.5"]),
     ("beta must be between", ["config/dpo.py", "--beta=0"]),
     ("budget 20 must be above window + sinks", ["--budget=20", "--window=16", "--sinks=4"]),
@@ -658,6 +659,102 @@ def test_idle_steps_are_counted_and_answers_shown(tmp_path, capsys, monkeypatch)
     monkeypatch.setattr("data.tasks.reward", share_of_digits)  # control
     train_here(*FAST, f"--out_dir={tmp_path / 'other'}")
     assert "exactly 0" not in capsys.readouterr().out
+
+
+def test_a_run_that_learns_nothing_says_so(tmp_path, capsys, monkeypatch):
+    """Once, after many steps in a row; and the end calls nothing the best."""
+    monkeypatch.setattr(train, "IDLE", 2)
+    monkeypatch.setattr("data.tasks.reward", lambda problem, text: 0.0)
+    train_here(*FAST, "--distill_on=reward", f"--out_dir={tmp_path / 'out'}")
+    said = capsys.readouterr().out
+    assert said.count("2 steps in a row have changed nothing") == 1
+    assert "the form that the reward asks for, is the task too hard? For example:\n  >>> " in said
+    assert "none of them earned anything" in said and "nothing was learned" in said
+    monkeypatch.setattr("data.tasks.reward", lambda problem, text: 1.0)
+    train_here(*FAST, "--distill=0", f"--out_dir={tmp_path / 'easy'}")
+    said = capsys.readouterr().out
+    assert "(1.000 on average now); is the task too easy? For example" in said
+    assert "none of them earned" not in said
+
+
+@pytest.mark.parametrize("schedule, want", [
+    ("constant", [0.5, 1, 1, 1, 1, 1]), ("linear", [0.5, 1, 0.8, 0.6, 0.4, 0.2]),
+    ("cosine", [0.5, 1, 0.2 + 0.8 * 0.853553, 0.6, 0.2 + 0.8 * 0.146447, 0.2])])
+def test_the_learning_rate_of_each_step(schedule, want):
+    c = train.settings([f"--lr_schedule={schedule}", "--lr_end=0.2", "--steps=6", "--warmup=1",
+                        "--lr=0.1"])
+    found = [train.learning_rate(c, step) / c.lr for step in range(6)]
+    assert found == pytest.approx(want, abs=1e-5)
+    c.steps = 1  # nothing to go down in
+    assert train.learning_rate(c, 0) / c.lr == pytest.approx(0.5)
+
+
+def test_stop_strings(tmp_path, monkeypatch):
+    """A response ends with the token that completes one: what stands behind is not rewarded,
+    logged or learned from. Control: without."""
+    seen = []
+    monkeypatch.setattr("data.tasks.reward", lambda p, text: seen.append(text) or len(text) / 99)
+    lengths, logs = {}, {}
+    for stop in ("", '["3", "5"]'):
+        out = tmp_path / ("cut" if stop else "whole")
+        seen.clear()
+        train_here(*FAST, f"--stop={stop}", f"--out_dir={out}")
+        logs[stop] = sum(row["tokens"] for row in read_log(out)[1])
+        lengths[stop] = [*seen]
+    cut, whole = lengths['["3", "5"]'], lengths[""]
+    assert not any("3" in text or "5" in text for text in cut)
+    assert any("3" in text or "5" in text for text in whole)
+    assert logs['["3", "5"]'] < logs[""]
+
+
+def test_what_a_stop_string_cuts():
+    tok = Tokenizer(train.TINY)
+    net = Transformer.from_pretrained(train.TINY)
+    ids = tok.encode("The code for coin is 4768.\nRepeat each word with its code: coin.\nAnswer:")
+    r = generate(net, [ids], 2, 5, stop_ids=tok.stop_ids, evict="none")
+    (whole, same), = train.decode(tok, r, special=False)
+    assert whole == " coin 4768"
+    cut = train.cut_at(tok, r, ("in 47",))                      # " coin", " ", "476", "8"
+    assert cut.lengths[0, 0] == 3 and cut.stopped.all() and r.tokens[0, 0, 3] != 0
+    assert (cut.tokens[0, 0, 3:] == 0).all() and (cut.logp_roll[0, 0, 3:] == 0).all()
+    assert train.decode(tok, cut, special=False)[0][0] == " coin 476"
+    assert train.texts_of(tok, cut, ("in 47",))[0][0] == " co"
+    assert torch.equal(cut.logp_roll[0, 0, :3], r.logp_roll[0, 0, :3])
+    out = replay(net, cut)                                      # and replay is still exact
+    assert (out["shadow"] - cut.logp_roll).abs().max() < 1e-5
+    none = train.cut_at(tok, r, ("lamp",))                      # control
+    assert torch.equal(none.tokens, r.tokens) and torch.equal(none.lengths, r.lengths)
+    for wrong in ('[""]', "[1]", "[", '["a", ""]'):
+        with pytest.raises(ValueError, match="a text, or a JSON list of texts, none empty"):
+            train.settings([f"--stop={wrong}"])
+
+
+def test_quantiles_of_any_number():
+    x = torch.randn(1001, generator=torch.Generator().manual_seed(0))
+    for q in (0.0, 0.05, 0.333, 1.0):
+        assert quantile(x, q).item() == pytest.approx(x.quantile(q).item(), abs=1e-6)
+    assert quantile(torch.tensor([3.0]), 0.05) == 3
+    many = torch.zeros(2**24 + 1)
+    assert quantile(many, 0.05) == 0
+    with pytest.raises(RuntimeError):  # the control: torch's own
+        many.quantile(0.05)
+
+
+def test_an_objective_says_which_settings_it_uses(monkeypatch):
+    """What it does not use is refused, of one's own too; the default is always allowed."""
+    class Mine:
+        value = None
+
+    monkeypatch.setitem(train.OBJECTIVES, "mine", Mine)
+    monkeypatch.setitem(train.CHOICES, "objective", [*train.OBJECTIVES])
+    train.settings(["--objective=mine"])
+    for unused in ("--ref_kl=1", "--correction=tis", "--clip=0.1", "--updates=2", "--beta=1"):
+        with pytest.raises(ValueError, match="objective=mine does not use it; it uses none of"):
+            train.settings(["--objective=mine", unused, "--learner=dense"])
+    Mine.uses = ("clip",)
+    assert train.settings(["--objective=mine", "--clip=0.1"]).clip == 0.1
+    assert {key for objective in train.OBJECTIVES.values() for key in objective.uses} == {
+        *train.OF_OBJECTIVES}
 
 
 def test_bf16_weights_and_fp32_masters():
