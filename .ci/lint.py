@@ -8,7 +8,7 @@ What the project's style asks for and ruff cannot say.
   functions that take any number of arguments are aside.
 - No "text" * condition, and no function that returns tuples of varying length.
 - Functions of more than 60 lines stand in LONG with a reason.
-- The README has at most 1,800 words.
+- The README has at most 2,500 words.
 """
 import ast
 import sys
@@ -129,8 +129,8 @@ def main():
                     *check_products(tree), *check_functions(path, tree)]
         found += [f"{path.relative_to(ROOT)}:{line}: {text}" for line, text in sorted(findings)]
     words = len((ROOT / "README.md").read_text(encoding="utf-8").split())
-    if words > 1800:
-        found.append(f"README.md: {words} words, at most 1,800")
+    if words > 2500:
+        found.append(f"README.md: {words} words, at most 2,500")
     print("\n".join(found))
     return bool(found)
 

@@ -13,7 +13,7 @@ all of them and says what to look at.
     kept         the same prompt keys as text, a panel per layer and KV head
     rows         a bar per key of one head, from its row to its until; response keys are evicted
     tiles        which tiles of one head the kernel computes, keys in row order and sorted
-    acceptance   overlap of dense and sparse policy while arms train, from results/main
+    acceptance   overlap of dense and sparse policy while arms train, from results/ceiling
 """
 import io
 import multiprocessing
@@ -629,7 +629,7 @@ def draw_orders(path, rollout, until, orders):
 
 # acceptance: both policies while arms train
 
-ARMS = os.path.join(ROOT, "results", "arms")
+ARMS = os.path.join(ROOT, "results", "ceiling")
 SHOWN = ["naive lr=1e-4", "shadow lr=3e-4", "smd lr=1e-3"]
 OVERLAP = {"eval_accept": "mean", "eval_accept_p05": "5th percentile"}
 

@@ -18,6 +18,7 @@ from data import tasks
 from data.answers import RULES
 from data.files import read_problems
 from data.tokenizer import Tokenizer
+from experiments import plan
 from experiments.logs import load, results
 from experiments.ttest import interval
 from model import Transformer
@@ -27,7 +28,6 @@ ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 PAGES = ["README.md", "docs/results.md", "docs/speed.md", "docs/reproduce.md",
          "docs/lesson.md", "docs/exercises.md", "docs/answers.md", "docs/ablations.md",
          "docs/figures.md"]
-OLD = "results/old/README.md"
 
 
 def read(name):
@@ -194,11 +194,11 @@ def test_your_objective(example, tmp_path, monkeypatch, capsys):
 # size, links, commands, numbers
 
 def test_the_readme_is_short():
-    assert len(read("README.md").split()) <= 1800
+    assert len(read("README.md").split()) <= 2500
     assert "](docs/mask.png)" in read("README.md")
 
 
-@pytest.mark.parametrize("page", [*PAGES, OLD])
+@pytest.mark.parametrize("page", PAGES)
 def test_links_lead_somewhere(page):
     for link in re.findall(r"\]\(([^)\s]+)\)", read(page)):
         if link.startswith("https://"):
@@ -219,15 +219,6 @@ def test_files_that_are_named_exist(page):
         assert os.path.exists(os.path.join(ROOT, path)), path
 
 
-def test_old_results_that_are_named_exist():
-    """They are named from their own folder, what was not moved from the root."""
-    folders = [os.path.join(ROOT, os.path.dirname(OLD)), ROOT]
-    named = re.findall(r"`([\w-]+/[^`*{ ]*)`", read(OLD))
-    assert "embedded/" in named
-    for path in named:
-        assert any(os.path.exists(os.path.join(f, path)) for f in folders), path
-
-
 @pytest.mark.parametrize("page", PAGES)
 def test_commands_and_options_exist(page):
     text = read(page)
@@ -237,6 +228,7 @@ def test_commands_and_options_exist(page):
         assert os.path.exists(os.path.join(ROOT, file)), file
     own = {"seconds", "runs", "help", "seeds", "first", "jobs", "threads", "out", "keep", "table",
            "compare", "lean", "update", "stage", "lengths", "layers", "quick", "prompt", "key",
+           "dots", "bases", "stop", "n", "device", "seed",
            "standalone", "nproc_per_node"}  # the last two of torchrun
     for key in re.findall(r"--(\w+)", text):
         assert key in train.DEFAULTS or key in own, key
@@ -260,15 +252,48 @@ def log(name):
         return [json.loads(line) for line in f]
 
 
+def last_lines(log):
+    """What a run prints at its end, of the first held-out problem and of both rewards."""
+    first, last = log[0], log[-1]
+    was, now = first["texts"][0], last["texts"][0]
+    lines = [f"the first held-out problem: {was['question']}",
+             f"  right answer          {was['answer']}"]
+    for when, found in (("before", was), ("after", now)):
+        for cache in ("compressed", "dense"):
+            lines.append(f"  {when + ', ' + cache:20}  {found[cache].strip()!r}, reward "
+                         f"{found['reward_' + cache]:.2f}")
+    lines.append("held-out reward with the compressed cache: "
+                 f"{first['eval_compressed']:.3f} -> {last['eval_compressed']:.3f} "
+                 f"(dense cache {first['eval_dense']:.3f} -> {last['eval_dense']:.3f})")
+    return "\n".join(lines) + "\n"
+
+
 def test_the_output_one_should_see_is_the_logs():
-    lines = log("results/default-cpu/two-threads.jsonl")
-    evals = [x for x in lines if "eval_dense" in x]
-    first, last = evals[0], evals[-1]
-    text = read("README.md")
-    compressed = f"{first['eval_compressed']:.3f} -> {last['eval_compressed']:.3f}"
-    dense = f"{first['eval_dense']:.3f} -> {last['eval_dense']:.3f}"
-    assert f"reward with the compressed cache: {compressed} (dense cache {dense})" in text
-    assert f"{lines[-2]['kv_kept']:,} bytes kept, {lines[-2]['kv_dense']:,} dense" in text
+    run = log("results/default-cpu/two-threads.jsonl")
+    first, second, *_ = blocks(section(read("README.md"), "Run it"))[1:]
+    assert first == last_lines(run)
+    naive = last_lines(log("results/default-cpu/naive-two-threads.jsonl"))
+    assert second == naive.splitlines(keepends=True)[-1] != first.splitlines(keepends=True)[-1]
+    step, = blocks(section(read("README.md"), "A step's log line"))
+    kept = [r for r in run if "kv_kept" in r][-1]
+    said = " ".join(read("README.md").split())
+    assert (f"takes {kept['kv_kept'] / 1e6:.1f} MB where full caches would take "
+            f"{kept['kv_dense'] / 1e6:.1f} MB, or {kept['kv_dense_shared'] / 1e6:.1f} MB") in said
+    assert step == train.show(next(r for r in run if "grad_norm" in r)) + "\n"
+
+
+def test_ten_lines_of_python(capsys):
+    """What the README's first Python prints: the dense learner is far from the sampler, the shadow
+    learner is not."""
+    code, = blocks(section(read("README.md"), "Run it"), "python")
+    exec(code, {})
+    printed = dict(line.split() for line in capsys.readouterr().out.splitlines())
+    shown = blocks(section(read("README.md"), "Run it"))[-1]
+    said = dict(line.split() for line in shown.splitlines())
+    assert printed.keys() == said.keys() == {"dense", "shadow"}
+    for name in said:
+        assert 0.1 < float(printed[name]) / float(said[name]) < 10
+    assert float(printed["shadow"]) < 1e-4 < 1 < float(printed["dense"])
 
 
 def cells(line):
@@ -285,103 +310,76 @@ def tables(name):
     return found
 
 
-ARMS = ("dense naive tis mis sparse_rl bypass shadow anchor smd smd_reverse").split()
+ARMS = "dense naive tis mis sparse_rl bypass shadow anchor smd smd_reverse".split()
+FIVE = "dense naive tis shadow smd".split()
 
 
-@pytest.mark.parametrize("page, arms, columns", [
-    ("README.md", "dense naive shadow smd".split(), (1, 2)), ("docs/results.md", ARMS, (2, 3))])
-def test_the_table_of_arms_is_that_of_the_logs(page, arms, columns):
-    found = tables("results/arms/table.md")
+def rows_of(text):
+    """first cell up to a colon -> cells, of every table row of a text"""
+    rows = [cells(line) for line in text.splitlines() if line.startswith("| ")]
+    return {row[0].split(":")[0].strip("* "): row for row in rows[::-1]}
+
+
+@pytest.mark.parametrize("page, title, folder, arms", [
+    ("README.md", "What it shows", "main-cpu", FIVE),
+    ("docs/results.md", "Five arms", "main-cpu", FIVE),
+    ("docs/results.md", "At the ceiling", "ceiling", ARMS)])
+def test_the_table_of_arms_is_that_of_the_logs(page, title, folder, arms):
+    found = tables(f"results/{folder}/table.md")
     full = {name.split(" lr=")[0]: name for name in found["Served compressed"]}
+    rows = rows_of(section(read(page), title))
     for arm in arms:
-        (row,) = [cells(line) for line in read(page).splitlines() if line.startswith(f"| {arm}: ")]
-        name = full[arm]
-        for column, cache in zip(columns, ("Served compressed", "Served dense")):
+        row, name = rows[arm], full[arm]
+        assert float(row[1]) == float(name.split(" lr=")[1])
+        for column, cache in zip((2, 3), ("Served compressed", "Served dense")):
             measured = found[cache][name]
             assert row[column].split(" (")[0] == measured[2], (arm, cache)
-            if page != "README.md":
+            if folder == "ceiling":
                 assert row[column].endswith(f"({measured[4]})"), (arm, cache)
-                assert row[1] == name.split(" lr=")[1]
-        assert row[-1] == found["Training"][name][3].split(", ")[-1], arm
+            elif page != "README.md":  # best evaluations beside
+                assert row[column].endswith(f" (best {measured[5]})"), (arm, cache)
+        assert row[4] == found["Training"][name][3].split(", ")[-1], arm
 
 
 def test_the_comparisons_are_those_of_the_logs():
-    found = tables("results/arms/table.md")["Comparisons"]
-    assert "named before the first run" in read("results/arms/table.md")
-    text = read("docs/results.md")
-    rows = [row for name, row in found.items() if name.startswith("smd ")]
-    assert len(rows) == 3
-    for _, _, mean, seeds, _, p, *_ in rows:
-        line, = [line for line in text.splitlines() if line.startswith("| smd - ") and mean in line]
-        assert cells(line)[2].split() == re.findall(r"[+-]\d\.\d{3}", seeds)
-        assert cells(line)[3] == p
+    found = tables("results/main-cpu/table.md")["Comparisons"]
+    assert "named before the first run" in read("results/main-cpu/table.md")
+    rows = rows_of(section(read("docs/results.md"), "Five arms"))
+    named = [name for name in found if name.startswith("smd ")]
+    assert len(named) == 5
+    for name in named:
+        short = re.sub(r" lr=[^ ,]+", "", name)
+        measured = found[name]
+        assert rows[short][1] == measured[2] and rows[short][2].split() == re.findall(
+            r"[+-]\d\.\d{3}", measured[3]), name
 
 
-def test_the_cliff_is_that_of_the_logs():
-    found, checked = tables("results/cliff/table.md"), 0
-    for line in section(read("docs/results.md"), "The cliff").splitlines():
-        row = cells(line)
-        for on, cell in zip(("all", "reward"), row[1:]):
-            if re.fullmatch(r"\d\.\d", row[0]):
-                name = f"smd distill={row[0]} distill_on={on}"
-                pairs = zip(*(found[cache][name][3].split()
-                              for cache in ("Served compressed", "Served dense")))
-                assert cell == ", ".join(f"{a}/{b}" for a, b in pairs)
-                checked += 1
-    assert checked == 6
+def test_the_rates_are_those_of_the_logs():
+    """Every cell of the table, and in bold what the rule chooses."""
+    rows = rows_of(section(read("docs/results.md"), "All arms, and their rates"))
+    tuned = plan.tuned()
+    assert rows.keys() >= tuned.keys() and len(tuned) == 16
+    grid = [float(x) for x in rows["arm"][1:]]
+    for name, rates in tuned.items():
+        for lr, cell in zip(grid, rows[name][1:], strict=True):
+            want = ""
+            if lr in rates:
+                want = "{:.3f} / {:.3f}".format(*rates[lr][1:])
+                if lr == plan.choose(rates):
+                    want = f"**{want}**"
+            assert cell == want, (name, lr)
+    shown = [float(x) for x in re.findall(r"--lr=(\S+)", " ".join(plan.rate().values()))]
+    assert len(shown) == 16  # each has one
 
 
-def test_what_is_said_beside_the_tables():
-    """Differences that no table of ablate.py has, from the kept logs."""
-    text = " ".join(read("docs/results.md").split())
-    arms, cliff = load("results/arms"), load("results/cliff")
-    smd, shadow = arms["smd lr=1e-3"], arms["shadow lr=3e-4"]
-    on = {name: cliff[f"smd distill=0.1 distill_on={name}"] for name in ("all", "reward")}
-
-    def shown(values, digits=3, sign="+"):
-        mean, half = interval(values)
-        low, high = f"{mean - half:{sign}.{digits}f}", f"{mean + half:{sign}.{digits}f}"
-        return f"{mean:{sign}.{digits}f} [{low}, {high}]"
-
-    def less(a, b, key):
-        x, y = results(a, key), results(b, key)
-        return [x[seed] - y[seed] for seed in sorted(x.keys() & y.keys())]
-
-    compressed, dense = "eval_compressed", "eval_dense"
-    gain = [x - smd["logs"][seed][0][compressed] for seed, x in results(smd, compressed).items()]
-    loss = [smd["logs"][seed][0][dense] - x for seed, x in results(smd, dense).items()]
-    assert f"gains {shown(gain, sign='')} on" in text
-    assert f"pays {shown(loss, sign='')} of" in text
-    for name in on:
-        for key in (compressed, dense):
-            assert shown(less(on[name], shadow, key)) in text, (name, key)
-    assert f"by {shown(less(on['all'], on['reward'], compressed), sign='')} and" in text
-    assert f"and {shown(less(on['all'], on['reward'], dense), digits=4, sign='')}." in text
-    assert shown(less(on["all"], smd, compressed)) not in text  # control: another difference
-
-
-def codes_right(name):
-    """Of each answer in a file of samples: the fraction of codes right, None in another form."""
-    found = re.findall(r">>> '(.*?)' \(answer (.*?)\) reward", read(f"results/arms/samples/{name}"))
-    return [tasks.in_form(text.replace("<|end|>", "").strip(), gold)
-            if re.fullmatch(re.sub(r"\d{4}", r"\\d{4}", gold), text.replace("<|end|>", "").strip())
-            else None for text, gold in found]
-
-
-def test_form_and_codes_are_those_of_the_samples():
-    text = read("docs/results.md")
-    for name, title in (("before-0.txt", "before training"), ("smd-0.txt", "smd, step 100"),
-                        ("naive-0.txt", "naive, step 100")):
-        answers = codes_right(name)
-        formed = [x for x in answers if x is not None]
-        assert len(answers) == 1024
-        row = (f"| {title} | {len(formed) / 1024:.3f} | {statistics.fmean(formed):.3f} "
-               f"| {sum(formed) / 1024:.3f} |")
-        assert row in text
-    both = [(a, b) for a, b in zip(codes_right("before-0.txt"), codes_right("smd-0.txt"))
-            if a is not None and b is not None]
-    first, last = (statistics.fmean(x) for x in zip(*both))
-    assert f"({first:.3f}, then {last:.3f})" in text
+def test_the_default_is_that_of_the_logs():
+    rows = rows_of(section(read("docs/results.md"), "python train.py"))
+    for name, row in (("smd", rows["smd (the default)"]), ("naive", rows["naive"])):
+        run = load("results/default-cpu")[name]["logs"]
+        evals = [[r for r in log if "eval_dense" in r] for log in run.values()]
+        pairs = [["{eval_compressed:.3f}/{eval_dense:.3f}".format(**e[i]) for e in evals]
+                 for i in (0, -1)]
+        assert len(run) == 5 and set(pairs[0]) == {row[1]} and row[2] == ", ".join(pairs[1])
 
 
 def gsm8k(title):
@@ -450,7 +448,6 @@ def test_gsm8k_is_that_of_the_logs():
     assert rows["before training"][2:4] == [
         f"{start[key]:.3f}" for key in ("eval_compressed", "eval_dense")]
     full = {name.split()[0]: name for name in found}
-    claims = read("docs/results.md").split("## The task")[0]  # claim by claim
     for name, row in rows.items():
         match = re.fullmatch(r"(?:not named: )?(\w+) - (\w+), served (\w+)", name)
         if not match:
@@ -461,14 +458,31 @@ def test_gsm8k_is_that_of_the_logs():
         assert row[1] == f"{mean:+.3f} [{mean - half:+.3f}, {mean + half:+.3f}]"
         assert row[2].split() == [f"{x:+.3f}" for x in each]
         seen.append(name)
-        if match.groups() not in {("smd", "naive", "compressed"), ("dense", "naive", "compressed")}:
-            assert f"{match[1]} - {match[2]} {row[1]}" in claims
-        said = " ".join(read("README.md").split())
         if name == "shadow - naive, served compressed":
-            assert f"shadow ends {mean:.3f} above naive compressed" in said
-        if name == "not named: dense - naive, served compressed":
-            assert f"(own rates, shorter answers), dense {mean:.3f}." in said
+            assert (f"shadow ends {mean:.3f} above naive with the compressed cache"
+                    in " ".join(read("README.md").split()))
     assert len(seen) == 10
+
+
+def test_length_explains_what_shadow_gains_on_gsm8k():
+    """A regression of a run's reward on its arm and on the length of its answers, all arms."""
+    ends = []
+    for name, run in load("results/gsm8k").items():
+        rewards, lengths = (results(run, key) for key in ("eval_compressed", "eval_length"))
+        ends += [(name.split()[0], rewards[seed], lengths[seed]) for seed in rewards]
+    arms = sorted({arm for arm, _, _ in ends})
+    x = torch.tensor([[float(arm == each) for each in arms] + [length]
+                      for arm, _, length in ends]).double()
+    y = torch.tensor([reward for _, reward, _ in ends]).double()
+    fit = torch.linalg.lstsq(x, y[:, None]).solution[:, 0]
+    residual = y - x @ fit
+    covariance = residual @ residual / (len(y) - x.shape[1]) * torch.linalg.inv(x.T @ x)
+    contrast = torch.tensor([(each == "shadow") - (each == "naive") for each in arms] + [0])
+    contrast = contrast.double()
+    error = (contrast @ covariance @ contrast).sqrt()
+    assert len(ends) == 35 and len(arms) == 7
+    assert (f"{fit[-1]:.4f} a token; at equal length shadow - naive is {contrast @ fit:+.3f}, "
+            f"standard error {error:.3f}") in " ".join(read("docs/results.md").split())
 
 
 def test_an_arm_of_gsm8k_alone_is_that_of_its_log():
@@ -684,37 +698,3 @@ def test_what_fits_is_that_of_the_log():
         said = " ".join(f"--{x}" for x in last["name"].split())
         assert settings.strip("`") == (said if "=" in said else "defaults")
         assert (peak, seconds) == (f"{last['peak_gb']:.1f}", f"{last['ms'] / 1e3:.2f}")
-
-
-def test_the_ablations_are_those_of_the_logs():
-    """Each command of the page has a kept log of the same settings with the page's rewards."""
-    logs, seen = load("results/student"), set()
-    for line in read("docs/ablations.md").splitlines():
-        if "`python train.py" not in line:
-            continue
-        _, command, compressed, dense, _ = cells(line)
-        words = command.strip("`").split()[2:]
-        asked = sorted(x for x in words if not x.startswith("--out_dir="))
-        name, = [name for name, run in logs.items()
-                 if sorted(run["args"].split()) in (asked, sorted([*asked, "config/smd.py"]))]
-        evals = [r for r in logs[name]["logs"][0] if r["kind"] == "eval"]
-        first, last = evals[0], evals[-1]
-        assert compressed == f"{first['eval_compressed']:.3f}, {last['eval_compressed']:.3f}"
-        assert dense == f"{last['eval_dense']:.3f}" and last["step"] == 40
-        seen.add(name)
-    assert seen == set(logs)
-
-
-def test_the_leak_is_that_of_the_logs():
-    rows = [cells(x) for x in read(OLD).splitlines() if x.startswith("| `default-")]
-    assert len(rows) == 7
-    for names, tokens, reward in rows:
-        for name in names.split("`")[1::2]:
-            check_leak("results/old/embedded/" + name, tokens, reward)
-
-
-def check_leak(name, tokens, reward):
-    lines = log(name)
-    mean = [x["tokens"] / 128 for x in lines if "tokens" in x]
-    assert tokens == f"{statistics.fmean(mean[:10]):.2f}, {statistics.fmean(mean[-10:]):.2f}"
-    assert reward == f"{[x for x in lines if 'eval_dense' in x][-1]['eval_compressed']:.3f}"
