@@ -27,7 +27,7 @@ from rollout import Rollout, generate
 ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 PAGES = ["README.md", "docs/results.md", "docs/speed.md", "docs/reproduce.md",
          "docs/lesson.md", "docs/exercises.md", "docs/answers.md", "docs/ablations.md",
-         "docs/figures.md"]
+         "docs/figures.md", "docs/python.md"]
 
 
 def read(name):
@@ -294,6 +294,20 @@ def test_ten_lines_of_python(capsys):
     for name in said:
         assert 0.1 < float(printed[name]) / float(said[name]) < 10
     assert float(printed["shadow"]) < 1e-4 < 1 < float(printed["dense"])
+
+
+def test_the_page_for_python(capsys):
+    """Each block prints what stands below it; control: the next block does not."""
+    parts = re.findall(r"^```(python)?\n(.*?)^```", read("docs/python.md"), re.S | re.M)
+    names, printed = {}, []
+    for kind, text in parts:
+        if kind:
+            exec(text, names)
+            printed.append(capsys.readouterr().out)
+        else:
+            assert printed[-1] == text
+    outputs = [text for kind, text in parts if not kind]
+    assert len(outputs) == 3 == len(set(outputs)) and printed[0] == ""
 
 
 def cells(line):
