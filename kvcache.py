@@ -19,8 +19,11 @@ its group, is compressed once and each response by itself; lambda is the paper's
 all of them keys that are there (its code's recent budget counts the next token too); attention adds
 up from `period` queries at a time. StreamingLLM: positions are not renumbered, and as prompt and
 response have budgets of their own the prompt's last keys never slide out. PyramidKV (2406.02069):
-its line over the layers, rounded so that together they keep n_layer x budget. Ada-KV (2407.11550):
-no KV head keeps more than twice the mean of what is free, so that storage stays rectangular.
+its line over the layers, rounded so that together they keep n_layer x budget, if the prompt is
+longer than the first layers' budget; what a shorter prompt leaves there is not given to the others,
+as its code does. Ada-KV (2407.11550): no KV head keeps more than twice the mean of what is free, so
+that storage stays rectangular; a fifth of the mean is a floor, where its code mixes a fifth of the
+mean into each head's count; scores of different heads are compared as they are.
 """
 from dataclasses import dataclass
 
