@@ -1,7 +1,7 @@
 """
 Curves of runs of train.py, also while they run.
 
-    python -m experiments.plot out                       # draws plot.png; needs matplotlib
+    python -m experiments.plot out                       # draws out/plot.png; needs matplotlib
     python -m experiments.plot out out-naive --out=both.png
 
 The idea. What one watches: the sampled reward and the length of responses, the held-out reward
@@ -94,15 +94,16 @@ def draw(runs, path):
 def main(argv=None):
     a = Arguments(prog="plot", description="draw the curves of runs of train.py")
     a.add_argument("folders", nargs="+", metavar="out_dir", help="folders of runs")
-    a.add_argument("--out", default="plot.png", help="a .png")
+    a.add_argument("--out", default="", help="a .png; plot.png in the first folder unless named")
     a = a.parse_args(argv)
     with one_line_errors(ValueError, OSError):
         runs = read_runs(a.folders)
         if not runs:
             raise ValueError("nothing to draw yet: no step and no evaluation")
-        check_out(a.out)
-        draw(runs, a.out)
-        tell(f"{len(runs)} {'run' if len(runs) == 1 else 'runs'} drawn to {a.out}")
+        path = a.out or os.path.join(a.folders[0], "plot.png")
+        check_out(path)
+        draw(runs, path)
+        tell(f"{len(runs)} {'run' if len(runs) == 1 else 'runs'} drawn to {path}")
 
 
 if __name__ == "__main__":
