@@ -69,12 +69,14 @@ dtype = "auto"           # of the weights: float32, bfloat16; auto: by size on c
 # model and task
 model = TINY             # a folder or a hub name; here the embedded checkpoint
 task = "kv4"             # needle, kv, kv4, kv16, own, hop, sum, a .jsonl file, or gsm8k:FOLDER
-eval_task = ""           # a .jsonl file of held-out problems; "": every tenth of the task's file
+eval_task = ""           # a .jsonl file of held-out problems; "": a tenth of the task's, by a hash
 reward = "auto"          # auto, exact, number, boxed, choice, contains, or module:function
 shots = 0                # problems of the file that come first in every prompt, answered; 0 .. 8
 prompt_tokens = 256      # longest prompt in tokens; 64 .. the model's context
 template = ""            # more arguments for the chat template, JSON: {"enable_thinking": false}
+template_file = ""       # a chat template in place of the checkpoint's
 raw_text = False         # the prompt as it stands in the file, without the chat template
+control_tokens = False   # with raw_text: text that spells a control token is that token
 skip_long = False        # leave out problems of a file that are too long, instead of refusing it
 # rollout
 prompts = 16             # prompts per step; 4 .. 128
@@ -637,9 +639,14 @@ def setup(argv):
     run = None
     if not c.dry_run:
         paths = files_of(c.task, c.eval_task)
+        if c.template_file:
+            paths["template_file"] = [c.template_file]
         run = Run(c, MAY_CHANGE, identity_of(c, folder),
                   inputs=dict(model=folder, **{key: found[0] for key, found in paths.items()}))
-    tok = Tokenizer(folder)
+    if run and c.template_file:
+        with open(c.template_file, "rb") as f:
+            run.beside["chat_template.jinja"] = f.read()  # so that model/ and best/ speak it
+    tok = Tokenizer(folder, template_file=c.template_file)
 
     def load():
         model = Transformer.from_pretrained(folder, device=c.device, dtype=getattr(torch, c.dtype))
@@ -702,7 +709,7 @@ def problems_of(c, tok, rule, n_eval):
         c.task, tok, seed=c.seed, tokens=c.prompt_tokens, n_eval=n_eval,
         template=parse_object(c.template or "{}", "template"), skip_long=c.skip_long,
         eval_task=c.eval_task, shots=c.shots, raw_text=c.raw_text, rule=rule,
-        eval_first=c.eval_first)
+        eval_first=c.eval_first, control_tokens=c.control_tokens)
 
 
 def choose_dtype(c, folder):
@@ -731,6 +738,8 @@ def identity_of(c, folder):
     found = dict(model=fingerprint(*(os.path.join(folder, name) for name in names)))
     found.update({key: fingerprint(*paths)
                   for key, paths in files_of(c.task, c.eval_task).items()})
+    if c.template_file:
+        found["template_file"] = fingerprint(c.template_file)
     return found
 
 

@@ -2,12 +2,13 @@
 Problems from files: one JSON object on each line, or the two files of GSM8K as they come.
 
     {"prompt": "What is 2 + 3?", "answer": 5}                              # or "question"
-    {"messages": [{"role": "user", "content": "2 + 3?"}], "answer": "5"}   # system, user, assistant
+    {"messages": [{"role": "user", "content": "2 + 3?"}], "answer": "5"}   # or as "prompt"
 
 The idea. A line is a problem, and its whole object stays with it (`Problem.row`), for rewards of
 your own. A prompt counts once in all files together, or a held-out problem would be trained on.
-Every tenth problem is held out, unless they stand in a file of their own. Whatever is wrong with
-a line is found at the start and named.
+A tenth of the problems is held out, unless they stand in a file of their own. Which, and which of
+the held-out ones are judged, a hash of what they ask decides, so that a file may be sorted.
+Whatever is wrong with a line is found at the start and named.
 
 Left out: formats other than JSON lines, files larger than a gigabyte.
 """
@@ -24,10 +25,12 @@ from decimal import Decimal, InvalidOperation
 from data.rewards import earns
 from support.jsonfile import once, shown
 
-HOLD_OUT = 10              # every tenth problem of a file is held out
+HOLD_OUT = 10              # one of so many problems of a file is held out
 LONGEST_LINE = 2 ** 24     # bytes
 LARGEST_FILE = 2 ** 30
-ROLES = ("system", "user", "assistant")
+ROLES = ("system", "user", "assistant", "tool")
+FIELDS = dict(role=str, content=str, name=str, reasoning_content=str, thinking=str, reasoning=str,
+              tool_calls=list, tool_call_id=str)  # of a message
 GSM8K = "gsm8k:"           # before a folder
 
 
@@ -100,7 +103,8 @@ def read_splits(paths, shots, notes, **how):
     else:
         every, held = (read_problems(path, notes, **how) for path in paths)
         known = {key(p) for p in held}
-        splits = {"train": [p for p in every if key(p) not in known], "eval": list(held)}
+        splits = {"train": [p for p in every if key(p) not in known],
+                  "eval": sorted(held, key=key)}
         if both := len(every) - len(splits["train"]):
             notes.append(f"{train}: {both} of {len(every)} problems stand in {held_out[0]} too "
                          "and are not trained on")
@@ -145,10 +149,17 @@ def read_problems(path, notes=None, rule="auto", no_chat=""):
 
 
 def key(problem):
-    """What makes it another problem: who says which words, whatever the white space between."""
+    """What makes it another problem: who says which words, whatever the white space between. A
+    hash, by whose order problems are held out and judged."""
     turns = problem.messages or [dict(role="user", content=problem.text)]
-    words = [(turn["role"], " ".join(turn["content"].split())) for turn in turns]
-    return hashlib.sha256(json.dumps(words).encode()).digest()
+    words = [{**turn, "content": " ".join(content_of(turn).split())} for turn in turns]
+    words = [{name: x for name, x in turn.items() if x is not None} for turn in words]
+    return hashlib.sha256(json.dumps(words, sort_keys=True).encode()).digest()
+
+
+def content_of(turn):
+    """A message's text; that of an assistant which calls a tool may be absent."""
+    return turn.get("content") or ""
 
 
 def lines_of(path):
@@ -185,10 +196,7 @@ def read_line(line, rule="auto", where=""):
         # a number stays what is written: 0.00001 does not become 1e-05
         row = json.loads(line.rstrip(), parse_float=Decimal, parse_int=Decimal,
                          parse_constant=refuse, object_pairs_hook=once)
-        asked, messages, answer = [], None, None
-        if isinstance(row, dict):
-            asked = [row[name] for name in ("prompt", "question") if row.get(name) is not None]
-            messages, answer = row.get("messages"), row.get("answer")
+        answer = row.get("answer") if isinstance(row, dict) else None
         if isinstance(answer, Decimal):
             answer = f"{answer:f}" if abs(answer.adjusted()) < 100 else str(answer)
         row = plain(row)
@@ -198,24 +206,15 @@ def read_line(line, rule="auto", where=""):
         raise ValueError(f"is not JSON: {e!s:.100}") from None
     except InvalidOperation:
         raise ValueError("is not JSON: a number is out of range") from None
-    if len(asked) > 1:
-        raise ValueError('has a "prompt" and a "question": which one counts?')
-    text, = asked or [None]
-    if messages is not None:
-        if text is not None:
-            raise ValueError('has "messages" and a "prompt" (or "question"): which one counts?')
-        check_messages(messages)
-        text = messages[-1]["content"]
+    text, messages = asked(row)
     own = not isinstance(rule, str)
     if isinstance(answer, str):
         answer = answer.split("####")[-1].strip()
     elif own:  # whatever the function makes of it
         answer = "" if answer is None else json.dumps(row["answer"])
-    if (not isinstance(text, str) or not text.strip() or not isinstance(answer, str)
-            or not (answer or own)):
+    if text is None or not isinstance(answer, str) or not (answer or own):
         raise ValueError(missing(row, own))
-    said = text + answer + "".join(turn["content"] for turn in messages or [])
-    if re.search("[\ud800-\udfff]", said):
+    if re.search("[\ud800-\udfff]", json.dumps([text, answer, messages], ensure_ascii=False)):
         raise ValueError("has half a surrogate pair, which is no character")
     if not own and not earns(rule, answer, answer):
         by = "" if rule == "auto" else f" by reward={rule}"
@@ -223,32 +222,60 @@ def read_line(line, rule="auto", where=""):
     return Problem("file", text, answer, messages=messages, row=row, rule=rule, where=where)
 
 
+def asked(row):
+    """-> the text that a line's object asks, None if there is none; the chat that it ends, or None.
+    ValueError for more than one."""
+    names = ("prompt", "question", "messages")
+    found = [name for name in names if isinstance(row, dict) and row.get(name) is not None]
+    if len(found) > 1:
+        raise ValueError(f'has both "{found[0]}" and "{found[1]}": which one counts?')
+    value = row[found[0]] if found else None
+    if found == ["messages"] or isinstance(value, list):
+        check_messages(value, found[0])
+        return content_of(value[-1]), value
+    return value if isinstance(value, str) and value.strip() else None, None
+
+
 def missing(row, own):
     """What a line's object needs, answers aside for a function of one's own, and what it has."""
-    needs = 'needs a non-empty "prompt" (or "question"), text, or "messages"'
+    needs = 'needs a non-empty "prompt" (or "question"), text or messages, or "messages"'
     if not own:
         needs += ', and "answer", text or a number'
     if not isinstance(row, dict):
         return f"{needs}: must be an object"
+    if isinstance(row.get("answer"), list) and not own:
+        needs += " (for several, bring a reward of your own)"
     return f"{needs}; it has {', '.join(map(shown, row)) or 'nothing':.300}"
 
 
-def check_messages(messages):
-    """Raise ValueError for what is no chat that a user ends."""
+def check_messages(messages, name="messages"):
+    """Raise ValueError for what is no chat that a user ends, or what a tool answers."""
     if not isinstance(messages, list) or not messages:
-        raise ValueError(f'has "messages" {shown(messages)}, must be a list of {{"role", '
-                         '"content"}')
+        raise ValueError(f'has "{name}" {shown(messages)}, must be a list of {{"role", "content"}}')
     for i, turn in enumerate(messages, 1):
-        if not isinstance(turn, dict) or turn.keys() != {"role", "content"}:
-            raise ValueError(f'has a message {i} that is no {{"role", "content"}} alone')
-        if turn["role"] not in ROLES or (turn["role"] == "system" and i > 1):
-            raise ValueError(f"has the role {shown(turn['role'])} in message {i}, must be user or "
-                             "assistant, or system in the first")
-        if not isinstance(turn["content"], str) or not turn["content"].strip():
-            raise ValueError(f"has the content {shown(turn['content'])} in message {i}, must be "
-                             "non-empty text")
-    if messages[-1]["role"] != "user":
+        if not isinstance(turn, dict) or "role" not in turn:
+            raise ValueError(f'has a message {i} that is no {{"role", "content"}}')
+        for key, value in turn.items():
+            if value is not None and not isinstance(value, FIELDS.get(key, ())):
+                raise ValueError(f"has the {shown(key)} {shown(value)} in message {i}, must be "
+                                 f"{allowed(key)}")
+        role = turn["role"]
+        if role not in ROLES or (role == "system" and i > 1):
+            raise ValueError(f"has the role {shown(role)} in message {i}, must be user, assistant "
+                             "or tool, or system in the first")
+        calls = role == "assistant" and turn.get("tool_calls")
+        if not content_of(turn).strip() and role in ("user", "assistant") and not calls:
+            raise ValueError(f"has the content {shown(turn.get('content'))} in message {i}, must "
+                             "be non-empty text")
+    if role not in ("user", "tool"):
         raise ValueError("has messages that do not end with the user's")
+
+
+def allowed(key):
+    """What may stand under a message's key."""
+    if key not in FIELDS:
+        return f"absent: a message has {', '.join(FIELDS)}"
+    return {str: "text", list: "a list"}[FIELDS[key]]
 
 
 def plain(value):
@@ -270,18 +297,19 @@ def plain(value):
 # splits
 
 def split_file(problems, hold_out=HOLD_OUT, name="problems", also=""):
-    """{"train": ..., "eval": ...}: every `hold_out`-th problem of file `name` is held out. also:
-    what else to say where they are too few."""
+    """{"train": ..., "eval": ...}: of file `name` one in `hold_out` is held out, whose hashes are
+    smallest. also: what else to say where they are too few."""
     if len(problems) < hold_out:
-        raise ValueError(f"{name}: {len(problems)} problems are too few: every {hold_out}th is "
+        raise ValueError(f"{name}: {len(problems)} problems are too few: one in {hold_out} is "
                          f"held out; at least {hold_out}, or --eval_task=FILE{also}")
-    return {"train": [p for i, p in enumerate(problems) if i % hold_out],
-            "eval": list(problems[::hold_out])}
+    held = sorted(problems, key=key)[:-(-len(problems) // hold_out)]
+    last = key(held[-1])
+    return {"train": [p for p in problems if key(p) > last], "eval": held}
 
 
 def file_problem(splits, split, seed, index):
-    """Problem `index` of a split of a file: "eval" in file order, "train" reshuffled for every
-    pass. Wraps around at the end."""
+    """Problem `index` of a split of a file: "eval" in the order of hashes, so that the first are
+    drawn from the whole file, "train" reshuffled for every pass. Wraps around at the end."""
     pool = splits[split]
     lap, at = divmod(index, len(pool))
     if split == "train":

@@ -37,7 +37,15 @@ from dataclasses import replace
 from statistics import median_high
 
 from data.answers import RULES, after_thought, in_form, is_number, last_number, only_number
-from data.files import HOLD_OUT, Problem, file_problem, files_of, is_file, read_splits
+from data.files import (
+    HOLD_OUT,
+    Problem,
+    content_of,
+    file_problem,
+    files_of,
+    is_file,
+    read_splits,
+)
 from data.rewards import RewardError, earns, explain, named_numbers, number, rule_of
 from support.jsonfile import shown
 from support.run import failures
@@ -232,12 +240,13 @@ def fit(size, tokens, what):
     return low
 
 
-def prompt_encoder(tok, template=None, examples=(), raw=False):
+def prompt_encoder(tok, template=None, examples=(), raw=False, control=False):
     """-> encode(prompt): ids of the whole prompt. With a chat template one user message, or the
     messages that `prompt` is a list of; without, the tokenizer's BOS and text + "\\nAnswer:",
     which the model goes on with " coin 4817" and its stop token; raw: BOS and text alone,
-    whatever there is. template: {argument of the chat template: value}. examples: Problems that
-    come first, answered."""
+    whatever there is; control: text that spells a control token is that token, and a BOS of its own
+    is enough. template: {argument of the chat template: value}. examples: Problems that come first,
+    answered."""
     template = template or {}
     if not isinstance(template, dict):
         raise ValueError(f"template is {template!r}, must be an object")
@@ -245,6 +254,9 @@ def prompt_encoder(tok, template=None, examples=(), raw=False):
         raise ValueError(f"template {min(template)!r}: this checkpoint has no chat template")
     if template and raw:
         raise ValueError(f"template {min(template)!r}: raw_text=True uses no chat template")
+    if control and not raw:
+        raise ValueError("control_tokens=True needs raw_text=True: in a chat template, or before "
+                         "\"Answer:\", what a prompt says is text")
 
     def chat(prompt):
         """-> the system's messages, the others"""
@@ -259,7 +271,8 @@ def prompt_encoder(tok, template=None, examples=(), raw=False):
         return tok.chat([*system, *answered, *turns], **template)
 
     def as_text(text):
-        return [*tok.bos_ids, *tok.encode(f"{before}{text}{end}")]
+        ids, bos = tok.encode(f"{before}{text}{end}", special=control), list(tok.bos_ids)
+        return ids if control and ids[:len(bos)] == bos else bos + ids
 
     if tok.has_chat and not raw:
         answered = []
@@ -279,8 +292,11 @@ def opens_thought(tok, encode):
     if not tok.has_chat:
         return False
     question = "Is it 7?"
-    _, _, tail = tok.decode(encode(question)).rpartition(question)
-    return tail.rfind("<think>") > tail.rfind("</think>")
+    return ends_in_thought(tok.decode(encode(question)).rpartition(question)[2])
+
+
+def ends_in_thought(text):
+    return text.rfind("<think>") > text.rfind("</think>")
 
 
 def stop_strings(setting):
@@ -380,18 +396,20 @@ class Problems:
 
     task: a name in TASKS, a .jsonl file or gsm8k:FOLDER. tok: Tokenizer. tokens: longest prompt.
     n_eval: held-out problems wanted; a file may have fewer. eval_first: the number, in the task or
-    the file, of the first of them. template: arguments of the chat
-    template. skip_long: leave out what is longer than `tokens`. eval_task: a .jsonl file of the
+    among what the file holds out, of the first of them. template: arguments of the chat template.
+    skip_long: leave out what is longer than `tokens`. eval_task: a .jsonl file of the
     held-out problems. shots: how many problems come first as examples, in every prompt. raw_text:
-    no chat template. rule: a name, auto or in RULES, or a function of one's own. notes: lines that
-    a user should read. longest: tokens of the longest prompt, of a generated task at most. Raises
-    ValueError, naming the problem, for a prompt that is empty or too long, or an answer that no
-    text can match."""
+    no chat template. control_tokens: text of such a prompt that spells a control token is one.
+    rule: a name, auto or in RULES, or a function of one's own. notes: lines that a user should
+    read. longest: tokens of the longest prompt, of a generated task at most. Raises ValueError,
+    naming the problem, for a prompt that is empty or too long, or an answer that no text can
+    match."""
 
     def __init__(self, task, tok, seed, tokens, n_eval, template=None, skip_long=False,
-                 eval_task="", shots=0, raw_text=False, rule="auto", eval_first=0):
+                 eval_task="", shots=0, raw_text=False, rule="auto", eval_first=0,
+                 control_tokens=False):
         self.task, self.seed, self.tokens, self.n_eval = task, seed, tokens, n_eval
-        self.eval_first = eval_first
+        self.eval_first, self.control_tokens = eval_first, control_tokens
         self.rule, self.notes, self.longest = rule, list(tok.notes), tokens
         self.file, examples = None, []
         if is_file(task):
@@ -400,7 +418,7 @@ class Problems:
                 no_chat = "raw_text=True" if raw_text else "this checkpoint has no chat template"
             paths = sum(files_of(task, eval_task).values(), [])
             self.file, examples = read_splits(paths, shots, self.notes, rule=rule, no_chat=no_chat)
-        self.encode = prompt_encoder(tok, template, examples, raw=raw_text)
+        self.encode = prompt_encoder(tok, template, examples, raw=raw_text, control=control_tokens)
         self.thinks = opens_thought(tok, self.encode)
         if self.file:
             lengths = self._check_lengths(skip_long)
@@ -411,6 +429,7 @@ class Problems:
                                  "problems")
             self.n_eval = min(n_eval, there - eval_first)
             self._describe(paths, examples, wanted=n_eval, median=median_high(lengths))
+            self._note_spelled(tok)
         for split in ("eval", "train"):
             (p,), _ = self.get(split, [0])
             if rule in RULES and not earns(rule, p.answer, p.answer):
@@ -422,8 +441,8 @@ class Problems:
         train, n = len(self.file["train"]), len(self.file["eval"])
         lengths = f"median prompt {median} tokens, longest {self.longest}"
         if len(paths) == 1:
-            self.notes.append(f"{self.task}: {train} problems to train on, {n} held out (every "
-                              f"{HOLD_OUT}th), {wanted} wanted; {lengths}")
+            self.notes.append(f"{self.task}: {train} problems to train on, {n} held out (one in "
+                              f"{HOLD_OUT}, by a hash), {wanted} wanted; {lengths}")
         else:
             self.notes.append(f"{self.task}: {train} problems to train on; {paths[1]}: {n} held "
                               f"out, {wanted} wanted; {lengths}")
@@ -438,6 +457,17 @@ class Problems:
         if words and self.rule == "auto":
             self.notes.append(f"{self.task}: {words} answers are no numbers and have to be given "
                               "word for word")
+
+    def _note_spelled(self, tok):
+        """A note on prompts through which a chat template seems to have gone already."""
+        prompts = [p.prompt for pool in self.file.values() for p in pool]
+        texts = ["\n".join(map(content_of, x)) if isinstance(x, list) else x for x in prompts]
+        found = list(filter(None, map(tok.spelled, texts)))
+        if found and not self.control_tokens:
+            self.notes.append(
+                f"{self.task}: {len(found)} of {len(texts)} prompts spell control tokens "
+                f"({found[0]}), which stay text; if a chat template has written them, say "
+                "--raw_text=True --control_tokens=True")
 
     def _check_lengths(self, skip_long):
         """Sorts out prompts that are too long, split by split, so that the others stay where
@@ -487,7 +517,8 @@ class Problems:
             p = problem(self.task, split, seed, i, tokens=self.tokens, encode=self.encode)
         else:
             p = file_problem(self.file, split, seed, i)
-        return replace(p, thinks=self.thinks, rule=self.rule)
+        thinks = self.thinks or (self.control_tokens and ends_in_thought(p.text))
+        return replace(p, thinks=thinks, rule=self.rule)
 
 
 def show():

@@ -12,7 +12,8 @@ Everything in the files is checked here and nowhere else.
 
 What differs from transformers' AutoTokenizer on purpose:
 - text that spells an added token stays text unless special=True, and so does what a message
-  says: only the chat template's own text ends a turn.
+  says: only the chat template's own text ends a turn. An assistant's thought is one, though:
+  <think> and </think> in its messages are the tokens.
 - encode puts nothing in front; a chat template writes its own BOS, and a second one is a
   classic mistake. What post_processor puts in front is `bos_ids`, for prompts without a
   template; what it puts behind is left out, as the response follows.
@@ -76,7 +77,7 @@ THOUGHT = ("<think>", "</think>")      # stay in every text: they tell thought a
 
 class Tokenizer:
     """`Tokenizer(path)`: the tokenizer of a checkpoint, from a folder or from the hub
-    repository of that name.
+    repository of that name. template_file: a chat template in place of the checkpoint's.
 
     len(tok): usable ids (largest + 1), to which `model.vocab_used` can be lowered; absent:
     ids below that without a token; stop_ids: ids that end a response; bos_ids: ids that
@@ -85,7 +86,7 @@ class Tokenizer:
     should read. Raises FileNotFoundError without a tokenizer.json, ValueError, which names
     file and key, for a tokenizer that this file would run wrongly."""
 
-    def __init__(self, path):
+    def __init__(self, path, template_file=""):
         path = find_checkpoint(path)
         file = os.path.join(path, "tokenizer.json")
         if not os.path.exists(file):
@@ -109,7 +110,7 @@ class Tokenizer:
         with naming(path, "tokenizer_config.json"):
             self.named = read_named(config)
         self.stop_ids = self._read_stop_ids(path)
-        self.template = read_template(path, config)
+        self.template = read_template(path, config, os.path.expanduser(template_file))
         self._stop_at_turns()
 
     def _read_added(self, tokens, vocab):
@@ -143,9 +144,7 @@ class Tokenizer:
                 self.hidden.add(ids[text])
         self.added = ids
         self.cut_early, self.cut_late = cutter(ids.keys() - late), cutter(late)
-        self.spelled = either_of(ids)
-        # to look up beginnings ("\0<|im") and ends ("end|>\0") in
-        self.spellings = "\0" + "\0".join(ids) + "\0"
+        self.control = either_of(t for t in ids if t not in THOUGHT and t.strip())
 
     def _read_merges(self, model):
         whole = entry(model, "vocab", dict)
@@ -251,8 +250,8 @@ class Tokenizer:
         that token's id."""
         return self._encode(text, special)
 
-    def _encode(self, text, special, masks=None):
-        """masks: {code of a private character: the character that it stands for}"""
+    def _encode(self, text, special, masked=False):
+        """masked: some of the text is, and spells no added token."""
         try:
             text.encode()
         except UnicodeEncodeError:
@@ -267,12 +266,17 @@ class Tokenizer:
                 if piece in added:
                     ids.append(added[piece])
                     continue
-                if masks:
-                    piece = piece.translate(masks)
+                if masked:
+                    piece = unmasked(piece)
                     if self.nfc:
                         piece = unicodedata.normalize("NFC", piece)
                 ids += self._merge(piece)
         return ids
+
+    def spelled(self, text):
+        """The first control token that text spells, "" if there is none. A thought's are none."""
+        found = self.control.search(text)
+        return found[0] if found else ""
 
     def _merge(self, text):
         ranks = []
@@ -308,65 +312,34 @@ class Tokenizer:
         """messages, a list of {"role", "content"} -> ids of the rendered chat template.
 
         The template decides all: Qwen2.5 and SmolLM2 write a system prompt of their own if
-        `messages` has none. What messages say is text: special tokens come from the
-        template, from roles and from `arguments`, which go to the template
-        (enable_thinking=False). Raises ValueError without a template, when the template
-        refuses the messages or does not know an argument."""
+        `messages` has none. What messages say is text, but for an assistant's <think> and
+        </think>: special tokens come from the template, from roles and from `arguments`, which
+        go to the template (enable_thinking=False). So it writes twice: what is wanted, and the
+        same with masks. Raises ValueError without a template, when the template refuses the
+        messages or does not know an argument."""
         if not self.has_chat:
             raise ValueError("this checkpoint has no chat template")
         unknown = arguments.keys() - self.template.variables | arguments.keys() & {"messages"}
         if unknown:
             raise ValueError(f"the chat template takes no argument {min(unknown)!r} (of "
                              f"{', '.join(sorted(self.template.variables)) or 'none'})")
-        messages, masks = self._mask(messages)
         given = dict(tools=None, documents=None, **self.named) | arguments
-        text = self.template.render(dict(given, messages=messages,
-                                         add_generation_prompt=add_generation_prompt))
-        return self._encode(text, special=True, masks=masks)
 
-    def _mask(self, messages):
-        """Private characters take the place of those with which a text could begin an added
-        token or go on with one: -> messages, {code of a private character: character}.
+        def written(messages):
+            return self.template.render(dict(given, messages=messages,
+                                             add_generation_prompt=add_generation_prompt))
 
-        One character for one, never white space, so that a template may trim and measure. It
-        does not find "</think>" in what is said, though, where that is an added token."""
-        seen = [self.template.source, self.spellings]
-        map_texts(messages, seen.append)
-        seen = "".join(seen)
-        free = (chr(n) for n in range(0xF0000, 0x110000) if chr(n) not in seen)
-        masks = {}  # character -> private character
-
-        def mask(text):
-            composed = unicodedata.normalize("NFC", text)
-            if self.nfc and self.spelled.search(composed):
-                text = composed
-            characters = list(text)
-            for i in self._seams(text):
-                if text[i] not in masks:
-                    masks[text[i]] = next(free)
-                characters[i] = masks[text[i]]
-            return "".join(characters)
-
-        messages = map_texts(messages, mask)
-        return messages, {ord(private): c for c, private in masks.items()}
-
-    def _seams(self, text):
-        """Positions at which text, alone or between other texts, could spell an added token."""
-        found, m = set(), self.spelled.search(text)
-        while m:
-            found.add(m.start())
-            m = self.spelled.search(text, m.start() + 1)
-        # a template may trim
-        starts = {0, len(text) - len(text.lstrip())}
-        stops = {len(text), len(text.rstrip())}
-        for n in range(1, min(LONGEST_ADDED, len(text) + 1)):
-            found |= {stop - n for stop in stops
-                      if n <= stop and "\0" + text[stop - n:stop] in self.spellings}
-            found |= {start for start in starts
-                      if start < len(text) and text[start:start + n] + "\0" in self.spellings}
-        if text.strip() and text.strip() in self.spellings:
-            found.add(max(starts))
-        return found
+        messages = as_transformers(messages)
+        wanted, text = written(messages), written(list(map(said, messages)))
+        ids = self._encode(text, special=True, masked=True)
+        if unmasked(text) == wanted:
+            return ids
+        # it looked in another way than by Said's methods: does it write the same added tokens?
+        real, added = self.encode(wanted, special=True), {*self.added.values()}
+        if [i for i in real if i in added] != [i for i in ids if i in added]:
+            raise ValueError("a message spells a control token, and the chat template looks into "
+                             "it in a way by which it may become one")
+        return real
 
 
 # ---- checks of JSON ----
@@ -525,14 +498,14 @@ def read_named(config):
 
 # ---- the chat template ----
 
-def read_template(path, config):
-    """The compiled chat template, or None: chat_template.jinja, else the (default) one of
-    tokenizer_config.json."""
-    source, name = config.get("chat_template"), "tokenizer_config.json"
-    file = os.path.join(path, "chat_template.jinja")
-    if os.path.exists(file):
-        source, name = read_text(file), "chat_template.jinja"
-    with naming(path, name):
+def read_template(path, config, file=""):
+    """The compiled chat template, or None: that of a file, else chat_template.jinja, else the
+    (default) one of tokenizer_config.json."""
+    name = os.path.join(path, "tokenizer_config.json")
+    if not file and os.path.exists(beside := os.path.join(path, "chat_template.jinja")):
+        file = beside
+    source = read_text(file) if file else config.get("chat_template")
+    with naming("", file or name):
         if isinstance(source, list):
             source = {entry(t, "name", str): entry(t, "template", str) for t in source}
             source = source.get("default")
@@ -540,7 +513,7 @@ def read_template(path, config):
             return None
         if type(source) is not str:
             raise ValueError(f"chat_template is {shown(source)}, must be text")
-        return Template(source, os.path.join(path, name))
+        return Template(source, file or name)
 
 
 class Template:
@@ -551,8 +524,16 @@ class Template:
 
     def __init__(self, source, file):
         from jinja2 import TemplateError, meta, nodes
+        from jinja2.visitor import NodeTransformer
 
-        self.source, self.file, self.turns = source, file, 0
+        class Joins(NodeTransformer):
+            """a ~ b becomes [a, b] | join, which is ours."""
+
+            def visit_Concat(self, node):
+                fields = nodes.List([self.visit(x) for x in node.nodes]), "join", [], [], None, None
+                return nodes.Filter(*fields).set_lineno(node.lineno)
+
+        self.file, self.turns = file, 0
         env = environment()
         env.globals["count_turn"] = self._count
         count = env.parse("{{ count_turn() }}").body  # writes nothing
@@ -561,7 +542,7 @@ class Template:
             self.variables = meta.find_undeclared_variables(tree) - env.globals.keys()
             for loop in tree.find_all((nodes.For, nodes.Macro, nodes.CallBlock)):
                 loop.body[:0] = count
-            self.compiled = env.from_string(tree)
+            self.compiled = env.from_string(Joins().visit(tree))
         except (TemplateError, RecursionError) as e:
             raise ValueError(f"chat template cannot be read: {e}") from None
 
@@ -588,8 +569,9 @@ class Template:
 def environment():
     """What transformers offers to templates, but for what would make prompts differ from day
     to day."""
-    from jinja2 import TemplateError, nodes
+    from jinja2 import TemplateError, nodes, pass_environment
     from jinja2.ext import Extension
+    from jinja2.filters import make_attrgetter
     from jinja2.sandbox import ImmutableSandboxedEnvironment
 
     class Generation(Extension):
@@ -606,27 +588,179 @@ def environment():
 
     def tojson(x, ensure_ascii=False, indent=None, separators=None, sort_keys=False):
         # jinja2's own escapes HTML
-        return json.dumps(x, ensure_ascii=ensure_ascii, indent=indent, separators=separators,
+        text = json.dumps(x, ensure_ascii=False, indent=indent, separators=separators,
                           sort_keys=sort_keys)
+        if ensure_ascii:
+            text = re.sub("[^\0-\x7f]", escaped, text)
+        return text
+
+    def escaped(letter):
+        """The mask of a letter is escaped as the letter is."""
+        meant = unmasked(letter[0])
+        return letter[0] if meant.isascii() else json.dumps(meant)[1:-1]
+
+    @pass_environment
+    def join(env, values, between="", attribute=None):
+        if attribute is not None:
+            values = map(make_attrgetter(env, attribute), values)
+        return joined(x for value in values for x in (between, str(value)))[len(between):]
 
     env = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True,
                                         extensions=["jinja2.ext.loopcontrols", Generation])
     env.globals |= {"raise_exception": raise_exception, "strftime_now": DATE.strftime}
-    env.filters["tojson"] = tojson
+    env.filters |= {"tojson": tojson, "join": join}
+    env.concat = joined
     del env.filters["random"], env.globals["lipsum"]
     return env
 
 
-def map_texts(value, change):
-    """A copy of messages in which change(text) stands for each text but roles and types, by
-    which a template chooses what to write."""
+# ---- what messages say ----
+
+FREE = 0x40000  # the planes 4 and 5 hold no characters, and have room for those of planes 0 and 1
+
+
+class Moved(dict):
+    """A table for str.translate. move(code) -> code"""
+
+    def __init__(self, move):
+        super().__init__()
+        self.move = move
+
+    def __missing__(self, code):
+        return self.setdefault(code, self.move(code))
+
+
+def hide(code):
+    """The mask of a character. White space and what JSON escapes have none, as templates trim and
+    quote; nor has half a surrogate pair."""
+    stays = chr(code).isspace() or code < 32 or chr(code) in '"\\' or 0xD800 <= code < 0xE000
+    return code if stays or code >= 0x20000 else code + FREE
+
+
+HIDDEN = Moved(hide)
+SHOWN = Moved(lambda code: code - FREE if FREE <= code < FREE + 0x20000 else code)
+
+
+def unmasked(value):
+    """Text in the characters that it stands for; anything else as it is."""
+    if isinstance(value, tuple):
+        return tuple(map(unmasked, value))
+    return value.translate(SHOWN) if isinstance(value, str) else value
+
+
+class Said(str):
+    """What a message says, masked: wherever a template puts it, it spells no added token and can be
+    told from the template's own text. Where a template looks into it, by the methods here, it sees
+    what is said."""
+
+    def __str__(self):
+        return self  # str(x) would forget whose it is
+
+    def __repr__(self):
+        thinks = any(str.__contains__(self, mark) for mark in THOUGHT)
+        return as_said(repr(unmasked(self)), thinks)  # in str() of what holds it
+
+    def __iter__(self):
+        return map(self.__getitem__, range(len(self)))
+
+    def __getitem__(self, at):
+        return Said(super().__getitem__(at))
+
+    def __add__(self, other):
+        return joined([self, other])
+
+    def __radd__(self, other):
+        return joined([other, self])
+
+    def replace(self, old, new, count=-1):
+        first, *rest = self.split(old, count)
+        return joined([first, *(x for part in rest for x in (new, part))])
+
+
+def looks(name):
+    """A method of str that answers a question."""
+    def method(self, *args):
+        return getattr(unmasked(self), name)(*map(unmasked, args))
+    return method
+
+
+def cuts(name):
+    """A method of str that returns one part or several, in order."""
+    def method(self, *args, **options):
+        whole = unmasked(self)
+        parts = getattr(whole, name)(*map(unmasked, args), **options)
+        found, at = [], 0
+        for part in [parts] if isinstance(parts, str) else parts:
+            at = whole.index(part, at)
+            found.append(self[at:at + len(part)])
+            at += len(part)
+            if name in ("split", "rsplit") and args and args[0]:
+                at += len(args[0])
+        return found[0] if isinstance(parts, str) else found
+    return method
+
+
+def recases(name):
+    """A method of str that writes each letter in another case."""
+    def method(self):
+        letters = list(str.__iter__(self))
+        new = getattr(unmasked(self), name)()
+        if len(new) != len(self):  # ß
+            new = [getattr(unmasked(letter), name)() for letter in letters]
+        return Said("".join(x.translate(HIDDEN) if letter != unmasked(letter) else x
+                            for letter, x in zip(letters, new)))
+    return method
+
+
+for name in """__contains__ __eq__ __ge__ __gt__ __hash__ __le__ __lt__ __ne__ count endswith find
+        index isalnum isalpha isdigit rfind rindex startswith""".split():
+    setattr(Said, name, looks(name))
+for name in "capitalize lower title upper".split():
+    setattr(Said, name, recases(name))
+for name in "lstrip partition rpartition rsplit rstrip split splitlines strip".split():
+    setattr(Said, name, cuts(name))
+
+
+def joined(texts):
+    """Texts in a row. What is said stays so."""
+    texts = list(texts)
+    mine = any(isinstance(text, Said) for text in texts)
+    whole = "".join(texts)
+    return Said(whole) if mine else whole
+
+
+def said(message):
+    """A message with masks: all of it but the names of its fields, and its role, of which templates
+    make tokens."""
+    return {name: value if name == "role" else as_said(value, message.get("role") == "assistant")
+            for name, value in message.items()}
+
+
+def as_said(value, thinks):
+    """A copy of a value in which each text is Said, keys too. thinks: but for the marks of a
+    thought, which stay."""
     if isinstance(value, str):
-        return change(value)
+        parts = re.split(f"({'|'.join(THOUGHT)})", value) if thinks else [value]
+        return Said("".join(part if part in THOUGHT else part.translate(HIDDEN) for part in parts))
     if isinstance(value, list):
-        return [map_texts(v, change) for v in value]
+        return [as_said(x, thinks) for x in value]
     if isinstance(value, dict):
-        return {k: v if k in ("role", "type") else map_texts(v, change) for k, v in value.items()}
+        return {as_said(k, thinks): as_said(x, thinks) for k, x in value.items()}
     return value
+
+
+def as_transformers(messages):
+    """Messages as transformers hands them to a template: without what is null, a thought under
+    both of its names."""
+    found = []
+    for message in messages:
+        message = {name: value for name, value in message.items() if value is not None}
+        thoughts = [message[name] for name in ("reasoning_content", "thinking", "reasoning")
+                    if name in message]
+        if thoughts:
+            message = {"thinking": thoughts[0], **message, "reasoning_content": thoughts[0]}
+        found.append(message)
+    return found
 
 
 # ---- cutting text ----

@@ -21,7 +21,7 @@ import torch
 
 from data.tasks import prompt_encoder
 from data.tokenizer import Tokenizer
-from kvcache import EVICT, SPREAD, Eviction
+from kvcache import EVICT, POOL, SPREAD, Eviction
 from model import Transformer, find_checkpoint
 from rollout import generate
 from support.configurator import Arguments, check, check_ranges
@@ -31,8 +31,8 @@ from support.run import choose_device, is_of_a_run, one_line_errors, tell
 TINY = os.path.join(os.path.dirname(os.path.dirname(os.path.abspath(__file__))), "data", "tiny")
 RANGES = dict(group=(1, 10**6), max_new_tokens=(1, 10**9), temperature=(0, 100), seed=(0, 2**40))
 
-OF_A_RUN = ("evict", "budget", "spread", "window", "sinks", "pool", "response_budget", "period",
-            "template", "raw_text", "shots")
+OF_A_RUN = ("evict", "budget", "spread", "window", "sinks", "pool", "pool_by", "response_budget",
+            "period", "template", "raw_text", "control_tokens", "shots")
 
 
 def arguments(argv=None):
@@ -45,6 +45,8 @@ def arguments(argv=None):
     a.add_argument("--template", default="",
                    help='more arguments for the chat template: {"enable_thinking": false}')
     a.add_argument("--raw_text", default=False, type=bool, help="prompt without chat template")
+    a.add_argument("--control_tokens", default=False, type=bool,
+                   help="with raw_text: text that spells a control token is that token")
     a.add_argument("--device", default="auto",
                    help="auto: cuda if there is one; cpu (float32), cuda or cuda:N (bfloat16)")
     a.add_argument("--group", default=1, type=int, help="samples")
@@ -58,7 +60,8 @@ def arguments(argv=None):
                    help="of the budget over layers and KV heads")
     a.add_argument("--window", default=32, type=int, help="last tokens, whose attention votes")
     a.add_argument("--sinks", default=4, type=int, help="first tokens, which are always kept")
-    a.add_argument("--pool", default=7, type=int, help="width of the votes' max-pooling, odd")
+    a.add_argument("--pool", default=7, type=int, help="width over which votes are pooled, odd")
+    a.add_argument("--pool_by", default="max", choices=list(POOL), help="of neighbouring votes")
     a.add_argument("--response_budget", default=0, type=int, help="response keys kept; 0: all")
     a.add_argument("--period", default=128, type=int, help="steps between evictions of these")
     a.set_defaults(shots=0)  # a run's alone
@@ -78,7 +81,7 @@ def settings_of_run(model, defaults):
     path = os.path.join(os.path.dirname(os.path.abspath(model)), "config.json")
     if not os.path.isdir(model) or not is_of_a_run(path):
         return {}
-    choices = dict(evict=list(EVICT), spread=list(SPREAD))
+    choices = dict(evict=list(EVICT), spread=list(SPREAD), pool_by=list(POOL))
     return {key: check(key, value, path, defaults, choices=choices)
             for key, value in read_json(path).items() if key in OF_A_RUN}
 
@@ -97,7 +100,7 @@ def run(a):
     """-> lines to print. Raises ValueError and OSError."""
     check_ranges(a, RANGES)
     eviction = Eviction(method=a.evict, budget=a.budget, spread=a.spread, window=a.window,
-                        sinks=a.sinks, pool=a.pool, period=a.period,
+                        sinks=a.sinks, pool=a.pool, pool_by=a.pool_by, period=a.period,
                         response_budget=a.response_budget or None)
     a.dtype = "float32"
     choose_device(a)
@@ -107,7 +110,8 @@ def run(a):
     tok = Tokenizer(folder)
     net = Transformer.from_pretrained(folder, device=a.device, dtype=getattr(torch, a.dtype))
     net.use_tokens(len(tok), tok.absent)
-    encode = prompt_encoder(tok, parse_object(a.template or "{}", "template"), raw=a.raw_text)
+    encode = prompt_encoder(tok, parse_object(a.template or "{}", "template"), raw=a.raw_text,
+                            control=a.control_tokens)
     ids = encode(asked(a, tok))
     if len(ids) + a.max_new_tokens > net.config.max_pos:
         raise ValueError(f"a prompt of {len(ids)} tokens and max_new_tokens={a.max_new_tokens} "

@@ -101,21 +101,70 @@ def test_a_chat_is_a_problem(tmp_path, chat):
     assert prompt_encoder(chat)(other.prompt) == prompt_encoder(chat)(one.prompt)
 
 
+def call(city):
+    """An assistant's message that calls a tool."""
+    function = dict(name="weather", arguments=dict(city=city, days=1.5))
+    return dict(role="assistant", content=None, tool_calls=[dict(type="function",
+                                                                 function=function)])
+
+
+def test_what_messages_may_hold(tmp_path, plain):
+    """Fields for the template, an empty system message, tools; the same words with other fields are
+    another problem. As "prompt" a list is the same chat."""
+    tools = [user("Rain?"), call("Bern"), dict(role="tool", content="")]
+    chats = [[dict(role="system", content=""), user("a")], [user("a")],
+             [dict(user("a"), name="Bob")], [user("a"), dict(says("b"), reasoning_content="c"),
+                                             user("a")],
+             tools, [tools[0], call("Rome"), *tools[2:]],
+             [user("a"), dict(says("b"), refusal=None), user("a")]]
+    rows = [dict(messages=messages, answer=1) for messages in chats]
+    problems = read_problems(write(tmp_path / "a.jsonl", rows))
+    assert [p.messages for p in problems] == chats and problems[0].text == "a"
+    days = problems[4].messages[1]["tool_calls"][0]["function"]["arguments"]["days"]
+    assert type(days) is float  # and no Decimal, which tojson cannot write
+    as_prompts = [dict(prompt=messages, answer=1) for messages in chats]
+    assert list(map(key, read_problems(write(tmp_path / "b.jsonl", as_prompts)))) == list(
+        map(key, problems))
+    (tmp_path / "t.jinja").write_text("{% for m in messages %}{{ m | tojson }}{% endfor %}")
+    tok = Tokenizer(TINY, template_file=str(tmp_path / "t.jinja"))
+    assert tok.decode(prompt_encoder(tok)(chats[2])) == (
+        '{"role": "user", "content": "a", "name": "Bob"}')
+    assert '"city": "Bern", "days": 1.5' in tok.decode(prompt_encoder(tok)(tools))
+
+
+def test_several_answers_are_refused_with_what_to_do(tmp_path):
+    path = write(tmp_path / "a.jsonl", [dict(prompt="a", answer=["1", "2"])])
+    with pytest.raises(ValueError, match=r'"answer", text or a number \(for several, bring a rew'):
+        read_problems(path)
+    p, = read_problems(path, rule=lambda row, text, tokens: float(text in row["answer"]))
+    assert p.row["answer"] == ["1", "2"]
+
+
 @pytest.mark.parametrize("messages, say", [
     ("hi", "'hi', must be a list"), ([], "a list, must be a list of"), (["hi"], "message 1"),
-    ([dict(role="user")], "message 1 that is no"),
-    ([dict(role="user", content="a", name="b")], "message 1 that is no"),
-    ([dict(role="tool", content="a")], "role 'tool' in message 1"),
+    ([dict(content="a")], "message 1 that is no"),
+    ([dict(role="user")], "content null in message 1, must be non-empty"),
+    ([dict(user("a"), weight=1)], "the 'weight' 1 in message 1, must be absent: a message has rol"),
+    ([dict(user("a"), name=1)], "the 'name' 1 in message 1, must be text"),
+    ([user("a"), dict(says("b"), tool_calls="c"), user("d")], "tool_calls' 'c' in message 2, must"),
+    ([user("a"), says(""), user("b")], "content '' in message 2"),
+    ([dict(role="judge", content="a")], "role 'judge' in message 1"),
     ([user("a"), SYSTEM, user("b")], "role 'system' in message 2"),
-    ([user(["a"])], "content a list in message 1"), ([user(" ")], "content ' ' in message 1"),
+    ([user(["a"])], "'content' a list in message 1, must be text"),
+    ([user(" ")], "content ' ' in message 1"),
     ([user("a"), says("b")], "do not end with the user's")])
 def test_a_chat_that_is_none_is_refused(messages, say, tmp_path):
     good = dict(messages=[user("a")], answer="1")
     path = write(tmp_path / "a.jsonl", [good, dict(messages=messages, answer="1")])
     with pytest.raises(ValueError, match=rf"a\.jsonl:2 has .*{say}"):
         read_problems(path)
-    with pytest.raises(ValueError, match="which one counts"):
-        read_problems(write(tmp_path / "a.jsonl", [dict(good, prompt="a")]))
+    for more in (dict(prompt="a"), dict(question=[user("a")])):
+        with pytest.raises(ValueError, match="has both .* and .*: which one counts"):
+            read_problems(write(tmp_path / "a.jsonl", [dict(good, **more)]))
+    prompt = dict(prompt=messages, answer="1")  # text is a prompt
+    if messages != "hi":
+        with pytest.raises(ValueError, match="has .*" + say):
+            read_problems(write(tmp_path / "a.jsonl", [prompt]))
 
 
 def test_a_chat_needs_a_template(tmp_path, plain, chat):
@@ -159,11 +208,49 @@ def test_held_out_problems_of_their_own(tmp_path, plain):
         f"{sizes[17]} tokens, longest {sizes[34]}"]
     assert both.longest == sizes[34]
     alone = made(task, plain)  # control
-    assert len(alone.file["eval"]) == 3 and "0 + 1?" in texts(alone, "eval")
+    assert len(alone.file["eval"]) == 3
+    assert "7 + 1?" in texts(alone, "train") + texts(alone, "eval")
     with pytest.raises(ValueError, match="a.jsonl: no problem is left to train on"):
         made(task, plain, eval_task=task)
     with pytest.raises(FileNotFoundError, match="c.jsonl: no such file"):
         made(task, plain, eval_task=str(tmp_path / "c.jsonl"))
+
+
+def difficulty(problems):
+    """The mean of the numbers that problems ask about."""
+    return sum(int(p.text.split()[0]) for p in problems) / len(problems)
+
+
+def test_what_is_held_out_is_drawn_from_the_whole_file(tmp_path, plain):
+    """Of a sorted or periodic file too, and the first of them are no other kind than the rest; so
+    of a file of its own. The order of the lines does not matter."""
+    rows = sums(0, 2000)
+    task = made(write(tmp_path / "a.jsonl", rows), plain)
+    held = task.file["eval"]
+    assert len(held) == 200 and task.n_eval == 99 and not set(texts(task, "train")) & set(
+        texts(task, "eval"))
+    assert 850 < difficulty(held) < 1150 and 850 < difficulty(task.get("eval", range(99))[0]) < 1150
+    assert 70 < sum(int(p.text.split()[0]) % 2 for p in held) < 130
+    turned = made(write(tmp_path / "b.jsonl", rows[::-1]), plain)
+    assert texts(turned, "eval") == texts(task, "eval")
+    own = made(write(tmp_path / "c.jsonl", sums(2000, 2020)), plain,
+               eval_task=write(tmp_path / "a.jsonl", rows))
+    assert 850 < difficulty(own.get("eval", range(99))[0]) < 1150
+    # one more problem: at most one changes sides
+    more = made(write(tmp_path / "d.jsonl", sums(0, 2001)), plain)
+    assert len(set(texts(more, "eval")) ^ set(texts(task, "eval"))) <= 2
+    # control: every tenth line of a periodic file, and the first lines of a sorted one
+    problems = read_problems(write(tmp_path / "a.jsonl", rows))
+    assert {int(p.text.split()[0]) % 2 for p in problems[::10]} == {0}
+    assert difficulty(problems[::10][:99]) < 500
+
+
+def test_later_held_out_problems_are_others(tmp_path, plain):
+    """eval_first counts in the same order."""
+    path = write(tmp_path / "a.jsonl", sums(0, 300))
+    first, later = made(path, plain, n_eval=10), made(path, plain, n_eval=10, eval_first=10)
+    got = [[p.text for p in x.get("eval", range(10))[0]] for x in (first, later)]
+    assert got[0] + got[1] == texts(first, "eval")[:20] and not set(got[0]) & set(got[1])
 
 
 def test_the_folder_of_gsm8k(tmp_path, plain, monkeypatch):
@@ -172,11 +259,13 @@ def test_the_folder_of_gsm8k(tmp_path, plain, monkeypatch):
         made(f"gsm8k:{tmp_path}", plain)
     write(tmp_path / "test.jsonl", sums(50, 55))
     found = made(f"gsm8k:{tmp_path}", plain)
-    assert len(found.file["train"]) == 20 and texts(found, "eval")[0] == "50 + 1?"
-    p, = found.get("eval", [0])[0]
+    assert len(found.file["train"]) == 20
+    assert sorted(texts(found, "eval")) == [f"{i} + 1?" for i in range(50, 55)]
+    p, = (p for p in found.get("eval", range(5))[0] if p.text == "50 + 1?")
     assert (p.answer, reward(p, "So 51."), reward(p, "52")) == ("51", 1, 0)
     other = write(tmp_path / "o.jsonl", sums(70, 73))
-    assert texts(made(f"gsm8k:{tmp_path}", plain, eval_task=other), "eval")[0] == "70 + 1?"
+    assert sorted(texts(made(f"gsm8k:{tmp_path}", plain, eval_task=other), "eval")) == [
+        "70 + 1?", "71 + 1?", "72 + 1?"]
     monkeypatch.setenv("HOME", str(tmp_path))
     assert files_of("gsm8k:~") == {
         "task": [f"{tmp_path}/train.jsonl", f"{tmp_path}/test.jsonl"]}
@@ -205,29 +294,37 @@ def test_too_long_problems_of_both_files(tmp_path, plain, chat):
 
 # examples and raw text
 
+def worked(p):
+    """A problem of `sums` and its answer, as turns of CHAT."""
+    return f"[user] {p.text}\n[assistant] {p.worked}\n"
+
+
 def test_examples_come_first(tmp_path, plain, chat):
     """With all of their answers, and are not trained on."""
-    rows = [*sums(0, 12), dict(messages=[SYSTEM, user("2?"), says("2"), user("3?")], answer=3)]
+    talk = dict(messages=[SYSTEM, user("2?"), says("2"), user("3?")], answer=3)
+    rows = [*sums(0, 12), talk]
     task = write(tmp_path / "a.jsonl", rows)
-    shots = made(task, chat, shots=2)
-    head = ("[user] 1 + 1?\n[assistant] 1+1=2\n#### 2\n[user] 2 + 1?\n[assistant] 2+1=3\n#### 3\n")
-    assert chat.decode(prompt(shots)) == f"{head}[user] 0 + 1?\n[assistant] "
-    assert not {"1 + 1?", "2 + 1?"} & set(texts(shots, "train")) and len(shots.file["train"]) == 9
-    assert shots.notes[-1] == f"shots=2: in front of each problem {task}:2, {task}:3"
-    # behind the system's message
-    talk, = (p for p in shots.file["train"] if p.messages)
-    assert chat.decode(shots.encode(talk.prompt)) == (
-        f"[system] Be brief.\n{head}[user] 2?\n[assistant] 2\n[user] 3?\n[assistant] ")
     none = made(task, chat)  # control
-    assert chat.decode(prompt(none)) == "[user] 0 + 1?\n[assistant] "
-    assert "1 + 1?" in texts(none, "train")
+    one, two, *rest = none.file["train"]
+    asked = none.get("eval", [0])[0][0].text
+    assert chat.decode(prompt(none)) == f"[user] {asked}\n[assistant] "
+    shots = made(task, chat, shots=2)
+    head = worked(one) + worked(two)
+    assert chat.decode(prompt(shots)) == f"{head}[user] {asked}\n[assistant] "
+    assert texts(shots, "train") == [p.text for p in rest] and len(rest) == 9
+    assert shots.notes[-1] == f"shots=2: in front of each problem {one.where}, {two.where}"
+    # behind the system's message
+    assert chat.decode(shots.encode(talk["messages"])) == (
+        f"[system] Be brief.\n{head}[user] 2?\n[assistant] 2\n[user] 3?\n[assistant] ")
     # a chat as an example: all its turns
-    turned = made(write(tmp_path / "b.jsonl", [rows[0], rows[-1], *rows[1:-1]]), chat, shots=1)
+    other = write(tmp_path / "o.jsonl", sums(20, 22))
+    turned = made(write(tmp_path / "b.jsonl", [talk, *rows[:-1]]), chat, shots=1, eval_task=other)
+    asked = turned.get("eval", [0])[0][0].text
     assert chat.decode(prompt(turned)) == (
-        "[user] 2?\n[assistant] 2\n[user] 3?\n[assistant] 3\n[user] 0 + 1?\n[assistant] ")
+        f"[user] 2?\n[assistant] 2\n[user] 3?\n[assistant] 3\n[user] {asked}\n[assistant] ")
     # without a template
-    text = made(write(tmp_path / "c.jsonl", rows[:-1]), plain, shots=1)
-    assert plain.decode(prompt(text)) == "1 + 1?\nAnswer: 1+1=2\n#### 2\n\n0 + 1?\nAnswer:"
+    text = made(write(tmp_path / "c.jsonl", rows[:-1]), plain, shots=1, eval_task=other)
+    assert plain.decode(prompt(text)) == f"0 + 1?\nAnswer: 0+1=1\n#### 1\n\n{asked}\nAnswer:"
 
 
 def test_examples_that_cannot_be(tmp_path, plain):
@@ -237,7 +334,7 @@ def test_examples_that_cannot_be(tmp_path, plain):
     rows = [dict(prompt=f"{i}?") for i in range(20)]
     rule = lambda row, text, tokens: dict(reward=1.0)  # noqa: E731
     path = write(tmp_path / "b.jsonl", rows)
-    with pytest.raises(ValueError, match=r'b.jsonl:2 is an example \(shots=1\) and needs an "ans'):
+    with pytest.raises(ValueError, match=r'b.jsonl:\d is an example \(shots=1\) and needs an "ans'):
         made(path, plain, shots=1, rule=rule)
     assert len(made(path, plain, rule=rule).file["train"]) == 18
     rows = [dict(prompt="a", answer=None), dict(prompt="b", answer=[1, "x"]), dict(prompt="c")]
@@ -251,37 +348,76 @@ def test_an_example_that_earns_nothing_is_said(tmp_path, plain):
     """By the rule in force; one that earns, and a function of one's own, are the controls."""
     task = write(tmp_path / "a.jsonl", sums(0, 12))
     city = dict(question="The city?", answer="It is #### Rome")
-    words = write(tmp_path / "b.jsonl", [*sums(0, 2), city, *sums(2, 12)])
+    words, other = tmp_path / "b.jsonl", write(tmp_path / "o.jsonl", sums(20, 22))
+    words = write(words, [*sums(0, 1), city, *sums(2, 12)])
 
     def said(path, **how):
-        return [note for note in made(path, plain, **how).notes if note.startswith("shots: ")]
+        notes = made(path, plain, eval_task=other, **how).notes
+        return [note for note in notes if note.startswith("shots: ")]
 
     assert said(task, shots=2, rule="boxed") == [
         f"shots: the answer of {task}:{n} earns 0 by reward=boxed, which the model will copy"
-        for n in (2, 3)]
+        for n in (1, 2)]
     assert said(words, shots=2) == [
-        f"shots: the answer of {words}:3 earns 0 by reward=auto, which the model will copy"]
+        f"shots: the answer of {words}:2 earns 0 by reward=auto, which the model will copy"]
     for how in (dict(shots=2), dict(shots=2, rule="number"), dict(rule="boxed"),
                 dict(shots=2, rule=lambda row, text, tokens: 0)):
         assert said(task, **how) == []
 
 
 def test_raw_text_is_verbatim(tmp_path, plain, chat):
-    rows = sums(0, 12)
-    rows[0]["question"] = "[user] <think>  2?\n"
-    task = write(tmp_path / "a.jsonl", rows)
+    asked = "[user] <think>  2?\n"
+    task = write(tmp_path / "a.jsonl", sums(0, 12))
+    other = write(tmp_path / "b.jsonl", [dict(question=asked, answer=1)])
     for tok in (chat, plain):
-        raw = made(task, tok, raw_text=True)
-        assert prompt(raw) == [*tok.bos_ids, *tok.encode("[user] <think>  2?\n")]
+        raw = made(task, tok, raw_text=True, eval_task=other)
+        assert prompt(raw) == [*tok.bos_ids, *tok.encode(asked)]
         assert not raw.thinks
-        shots = made(task, tok, raw_text=True, shots=1)
-        assert tok.decode(prompt(shots)) == "1 + 1? 1+1=2\n#### 2\n\n[user] <think>  2?\n"
-        assert prompt(made(task, tok)) != prompt(raw)  # control
+        shots = made(task, tok, raw_text=True, shots=1, eval_task=other)
+        assert tok.decode(prompt(shots)) == f"0 + 1? 0+1=1\n#### 1\n\n{asked}"
+        assert prompt(made(task, tok, eval_task=other)) != prompt(raw)  # control
     chat.bos_ids = (5,)
     assert prompt(made(task, chat, raw_text=True))[0] == 5
     chat.bos_ids = ()
     with pytest.raises(ValueError, match="template 'x': raw_text=True uses no chat template"):
         made(task, chat, raw_text=True, template=dict(x=1))
+
+
+def test_prompts_that_are_templated_already(tmp_path, plain, chat):
+    """They are counted, and what to do is said: then their control tokens are such, and their BOS
+    and their thought are seen."""
+    end, = plain.added
+    rows = sums(0, 30)
+    rows[3]["question"] = f"[user] 3?{end}[assistant] "
+    chats = [*rows, dict(messages=[user(f"4{end}?"), says("5"), user("6?")], answer=1)]
+    task, talks = write(tmp_path / "a.jsonl", rows), write(tmp_path / "b.jsonl", chats)
+    advice = "stay text; if a chat template has written them, say --raw_text=True --control_tokens"
+    for path, tok, how, found in ((task, plain, {}, "1 of 30"), (task, chat, {}, "1 of 30"),
+                                  (task, chat, dict(raw_text=True), "1 of 30"),
+                                  (talks, chat, {}, "2 of 31")):
+        note, = (note for note in made(path, tok, **how).notes if "spell control" in note)
+        assert note.startswith(f"{path}: {found} prompts spell control tokens ({end}), which ")
+        assert advice in note
+    how = dict(raw_text=True, control_tokens=True, tokens=99)
+    meant = made(task, plain, **how)
+    assert not any("spell control" in note for note in meant.notes)
+    stop, = plain.stop_ids
+    asked = rows[3]["question"]
+    assert meant.encode(asked).count(stop) == 1
+    assert stop not in made(task, plain, raw_text=True).encode(asked)  # control
+    # one BOS, whoever puts it there
+    plain.bos_ids = (stop,)
+    meant = made(task, plain, **how)
+    assert meant.encode(f"{end}7?") == meant.encode("7?") == [stop, *plain.encode("7?")]
+    assert made(task, plain, raw_text=True).encode(f"{end}7?") == [stop, *plain.encode(f"{end}7?")]
+    plain.bos_ids = ()
+    other = write(tmp_path / "c.jsonl", [dict(prompt="7?<think>\n", answer=7)])
+    for control in (True, False):
+        how = dict(raw_text=True, control_tokens=control, eval_task=other)
+        (p,), _ = made(task, plain, **how).get("eval", [0])
+        assert p.thinks == control and reward(p, "So 7.") == (not control)
+    with pytest.raises(ValueError, match="control_tokens=True needs raw_text=True"):
+        made(task, chat, control_tokens=True)
 
 
 def test_settings_that_do_not_go_together():

@@ -445,7 +445,7 @@ def test_json_numbers_stay_what_is_written(tmp_path):
       for x in ("1e400", "-1e400")),
     ('{"prompt": "x", "prompt": "y", "answer": 1}', "key 'prompt' is there twice$"),
     ('{"prompt": "x", "answer": 1, "deep": {"a": 1, "a": 1}}', "key 'a' is there twice$"),
-    ('{"prompt": "x", "question": "y", "answer": 1}', 'has a "prompt" and a "question": which'),
+    ('{"prompt": "x", "question": "y", "answer": 1}', 'has both "prompt" and "question": which'),
     ('{"prompt": null, "question": null, "answer": 1}', "needs a non-empty"),
     *((f'{{"prompt": "y", "answer": "{answer}"}}', "no text can match") for answer in
       ("...", "?!", "( )", "<think>5", "5</think>", "1e99999999999999999999")),
@@ -500,8 +500,12 @@ def test_no_problem_is_in_both_splits(tmp_path):
     splits = split_file(twice)
     train, held_out = ({p.text for p in splits[name]} for name in ("train", "eval"))
     assert len(held_out) == 5 and len(train) == 40 and not held_out & train
-    texts = [" ".join(row["prompt"].split()) for row in once + again]
-    assert set(texts[::10]) & {t for i, t in enumerate(texts) if i % 10}  # control: by line
+    assert split_file(twice[::-1])["eval"] == splits["eval"]  # wherever they stand
+    # control: by a hash of what is not asked, too
+    lines = [Problem("file", f"{row['prompt']} {i}", "") for i, row in enumerate(once + again)]
+    lines = split_file(lines)
+    train, held_out = ({p.text.split()[1] for p in lines[x]} for x in ("train", "eval"))
+    assert train & held_out
 
 
 def test_prompts_that_are_too_long(tmp_path, checkpoint):
@@ -520,15 +524,17 @@ def test_prompts_that_are_too_long(tmp_path, checkpoint):
     some_lengths, longest = (sizes[28], sizes[56]), sizes[-1]
     assert sizes[30] == sizes[28]
     assert "3 of 60 prompts are longer" in note and "left out" in note
-    assert split == (f"{path}: 52 problems to train on, 5 held out (every 10th), 99 wanted; median "
-                     "prompt {} tokens, longest {}".format(*some_lengths))
-    assert every.notes == [f"{path}: 54 problems to train on, 6 held out (every 10th), 99 wanted; "
-                           f"median prompt {some_lengths[0]} tokens, longest {longest}"]
+    there = {split: {p.answer for p in every.file[split]} for split in every.file}
+    left = {split: {p.answer for p in some.file[split]} for split in some.file}
+    assert len(there["eval"]) == every.n_eval == 6 and len(left["eval"]) == some.n_eval
+    assert split == (f"{path}: {len(left['train'])} problems to train on, {some.n_eval} held out "
+                     "(one in 10, by a hash), 99 wanted; median prompt {} tokens, longest "
+                     "{}".format(*some_lengths))
+    assert every.notes == [f"{path}: 54 problems to train on, 6 held out (one in 10, by a hash), "
+                           f"99 wanted; median prompt {some_lengths[0]} tokens, longest {longest}"]
     assert every.longest == longest > 200 and some.longest == some_lengths[1] < 50
-    assert every.n_eval == 6 and some.n_eval == 5
-    for split, gone in (("eval", {"10"}), ("train", {"3", "57"})):
-        left = {p.answer for p in some.file[split]}
-        assert {p.answer for p in every.file[split]} - left == gone  # none changed sides
+    for split in there:
+        assert there[split] - left[split] == there[split] & {"3", "10", "57"}  # none changed sides
     with pytest.raises(ValueError, match="too few are left, raise prompt_tokens"):
         Problems(path, tokens=3, skip_long=True, **make)
     words = [dict(row, answer="word" if i % 2 else row["answer"]) for i, row in enumerate(rows)]
@@ -542,12 +548,12 @@ def test_a_prompt_that_the_template_refuses_is_named(tmp_path, checkpoint):
     rows = [{"prompt": f"word {i}", "answer": str(i)} for i in range(20)]
     problems = Problems(write_lines(tmp_path / "a.jsonl", rows), tok=tok, seed=0, tokens=99,
                         n_eval=9)
-    encode = problems.encode
+    encode, (first, second) = problems.encode, [p.text for p in problems.file["eval"]]
 
     def refuse(text):
-        if text == "word 10":
+        if text == second:
             raise ValueError("not this one")
-        return encode(text) if text != "word 0" else []
+        return encode(text) if text != first else []
 
     problems.encode = refuse
     with pytest.raises(ValueError, match="^eval problem 1 of .*a.jsonl: not this one"):
@@ -604,8 +610,10 @@ def test_held_out_lines_of_a_file():
     problems = split_file(tuple(Problem("file", str(i), str(i)) for i in range(95)))
     held_out = {file_problem(problems, "eval", 0, i).text for i in range(10)}
     lap = [file_problem(problems, "train", 0, i).text for i in range(85)]
-    assert held_out == {str(i) for i in range(0, 95, 10)}
-    assert len(set(lap)) == 85 and not held_out & set(lap)
+    # the same on every machine: the smallest hashes
+    first = ["64", "41", "76", "94", "86", "93", "62", "7", "48", "92"]
+    assert [p.text for p in problems["eval"]] == first
+    assert len(held_out) == 10 and len(set(lap)) == 85 and not held_out & set(lap)
     assert lap != [file_problem(problems, "train", 1, i).text for i in range(85)]
     second = [file_problem(problems, "train", 0, 85 + i).text for i in range(85)]
     assert set(second) == set(lap) and second != lap

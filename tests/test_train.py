@@ -3,6 +3,7 @@ import json
 import os
 import re
 import shutil
+import time
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -105,7 +106,7 @@ def test_problem_files(tmp_path):
     for lines, say in (([*good, too_long], "1 of 21 prompts .* prompt_tokens=64, .* has 3.. "),
                        ([*good, "{"], "p.jsonl:21 is not JSON"),
                        ([], "holds no problem"),
-                       (good[:5], "p.jsonl: 5 problems are too few: every 10th is held out; at "
+                       (good[:5], "p.jsonl: 5 problems are too few: one in 10 is held out; at "
                         "least 10, or --eval_task=FILE$"),
                        (good[:9] * 2, "9 problems .*=FILE .*p.jsonl: 9 of 18 problems stand there "
                         r"again and are left out\)$"),
@@ -1059,6 +1060,19 @@ def test_pipes_are_refused(tmp_path):
                 train_here("--steps=1", "--resume=True", f"--out_dir={out}")
         with pytest.raises(SystemExit, match="holds .*which no run|holds another run"):
             train_here(f"--out_dir={out}")
+
+
+def test_a_million_layers(tmp_path):
+    """Refused before the first is made, with or without --dtype."""
+    shutil.copytree(train.TINY, tmp_path / "M")
+    config = json.loads((tmp_path / "M" / "config.json").read_text())
+    (tmp_path / "M" / "config.json").write_text(json.dumps(dict(config, num_hidden_layers=10**6)))
+    for dtype in ("auto", "float32"):
+        began = time.monotonic()
+        with pytest.raises(SystemExit, match="^error: .*config.json: num_hidden_layers must be a "
+                                             "positive integer below 10,000, got 1000000$"):
+            train_here(f"--model={tmp_path / 'M'}", f"--dtype={dtype}", f"--out_dir={tmp_path}/out")
+        assert time.monotonic() - began < 5  # it took 20 s and a gigabyte
 
 
 def test_long_lines_are_cut():

@@ -127,7 +127,7 @@ def test_the_page_runs(name, tmp_path):
                 printed += text
                 assert (code != 0) == (fails and n == len(lines)), f"{line}\n{text}"
         elif language != "text":
-            assert language in ("python", "jsonl") and file, f"{language!r} block: {file}"
+            assert language in ("python", "jsonl", "jinja") and file, f"{language!r} block: {file}"
             (tmp_path / file).write_text(content)
 
 
