@@ -50,6 +50,7 @@ from support.lora import LoRA, check_lora, frozen_base, targets_of
 from support.memory import memory_errors, memory_of, saving_if_memory_runs_out
 from support.metrics import Metrics, quantile
 from support.optimizer import Masters
+from support.own import find_own, is_own
 from support.run import Run, choose_device, one_line_errors, progress, read_list, say, tell
 from support.tracker import TRACKERS, Tracker, check_tracker
 
@@ -139,13 +140,14 @@ save_every = 20          # steps between checkpoints and between samples
 DEFAULTS = {key: value for key, value in globals().items()
             if isinstance(value, (bool, int, float, str)) and key[0].islower()}
 CHOICES = dict(
-    evict=list(EVICT), spread=list(SPREAD), objective=list(OBJECTIVES), learner=["shadow", "dense"],
+    spread=list(SPREAD), learner=["shadow", "dense"],
     distill_to=["dense", "shadow"], distill_by=["kl", "one_sided"], distill_on=["all", "reward"],
     teacher=["other", "initial"], pool_by=list(POOL),
     correction=["none", *CORRECTIONS], ratio_to=["learner", "sampler"], norm=list(NORMS),
     dtype=["auto", "float32", "bfloat16"],
-    lr_schedule=["constant", "linear", "cosine"], tracker=["none", *TRACKERS],
-    eval_evict=["auto", *(name for name in EVICT if name != "none")])
+    lr_schedule=["constant", "linear", "cosine"], tracker=["none", *TRACKERS])
+# settings whose names are looked up, and where; module:name brings one's own in
+TABLES = dict(evict=EVICT, eval_evict=EVICT, objective=OBJECTIVES, task=TASKS)
 # settings that mean something to some objectives only; a class names those that it uses
 OF_OBJECTIVES = ("correction", "ratio_to", "ref_kl", "norm", "clip", "clip_high", "updates",
                  "gamma", "lam", "value_coef", "beta")
@@ -591,6 +593,7 @@ def settings(argv):
     help_if_asked(argv, __doc__, ("settings", __file__, DEFAULTS))
     c = SimpleNamespace(**configure(DEFAULTS, argv, CHOICES, REFUSED))
     check_ranges(c, RANGES)
+    bring_in(c)
     eviction_of(c)  # checks itself
     check_objective(c)
     if c.task not in TASKS and not is_file(c.task) and (os.path.exists(c.task) or "." in c.task):
@@ -609,6 +612,34 @@ def settings(argv):
         raise ValueError("distill_by=one_sided compares the two policies of one model: it takes "
                          "teacher=other")
     return c
+
+
+def bring_in(c):
+    """Enter what settings name as module:name into TABLES. Raises ValueError for a name that is in
+    no table, and for what cannot be what it is named as."""
+    for key, table in TABLES.items():
+        name = getattr(c, key)
+        if key in brought_in(c):
+            found, _ = find_own(name, key)
+            takes = "two functions, what makes a problem and what judges a text"
+            if key == "task" and not (isinstance(found, tuple) and len(found) == 2
+                                      and all(map(callable, found))):
+                raise ValueError(f"task {name}: must be a pair of {takes}, it is {found!r:.80}")
+            if not callable(found) and key != "task":
+                raise ValueError(f"{key} {name}: must be callable, it is {found!r:.80}")
+            table[name] = found
+        known = [each for each in table if key != "eval_evict" or each != "none"]
+        if key == "eval_evict":
+            known.insert(0, "auto")
+        if key != "task" and name not in known:
+            raise ValueError(f"--{key}={name}: {key} must be one of {', '.join(known)}, or "
+                             f"module:name, got {shown(name)}")
+
+
+def brought_in(c):
+    """The settings that name something of one's own."""
+    return [key for key in TABLES
+            if is_own(getattr(c, key)) and not (key == "task" and is_file(c.task))]
 
 
 def check_objective(c):
@@ -740,6 +771,7 @@ def identity_of(c, folder):
                   for key, paths in files_of(c.task, c.eval_task).items()})
     if c.template_file:
         found["template_file"] = fingerprint(c.template_file)
+    found.update({key: fingerprint(find_own(getattr(c, key), key)[1]) for key in brought_in(c)})
     return found
 
 

@@ -13,25 +13,21 @@ from, a finite number, or a dict of such numbers in which this is "reward"; the 
 Left out: a limit on how long a function takes. Only its own file is watched for changes.
 """
 import copy
-import importlib
+import importlib.util
 import inspect
 import os
 import re
-import sys
-import sysconfig
-import traceback
 from numbers import Real
 
 from data.answers import RULES, after_thought, exact, is_number, last_number
 from support.checkpoint import fingerprint
 from support.jsonfile import reason, shown
-from support.run import failures, settings_kept
+from support.own import find_own, is_own, place
+from support.run import settings_kept
 
 LARGEST = 1e15  # rewards become fp32, in which their squares are summed
-OWN = re.compile(r"([^\W\d]\w*(?:\.[^\W\d]\w*)*):([^\W\d]\w*)")  # module:function
 # what a right response may look like
 FORMS = ("{}", r"\boxed{{{}}}", "The answer is ({}).")
-LIBRARIES = tuple(sysconfig.get_paths()[key] + os.sep for key in ("stdlib", "purelib", "platlib"))
 
 
 class RewardError(ValueError):
@@ -57,9 +53,11 @@ def earns(name, gold, answer):
 def check_reward(name):
     """Raise ValueError for a setting `reward` that is neither auto, a rule nor module:function."""
     if name in ("auto", *RULES):
+        if name == "math" and not importlib.util.find_spec("math_verify"):
+            raise ValueError("reward=math needs the package math-verify: pip install math-verify")
         return
     hint = meant(name)
-    if not OWN.fullmatch(name) or hint not in ("", name):
+    if not is_own(name) or hint not in ("", name):
         raise ValueError(f"unknown reward {shown(name)}: one of auto, {', '.join(RULES)}, or "
                          "module:function" + (f"; did you mean {hint}?" if hint else ""))
 
@@ -87,16 +85,13 @@ class Own:
     is; fingerprint: of that file. Raises ValueError where there is no such function."""
 
     def __init__(self, name):
-        module, function = OWN.fullmatch(name).groups()
         self.name, self.names = name, None  # the names of the numbers that it returns
-        loaded = load(module)
-        self.file = getattr(loaded, "__file__", None) or module
+        self.function, self.file = find_own(name, "reward")
         self.fingerprint = fingerprint(self.file)
-        self.function = getattr(loaded, function, None)
+        function = name.partition(":")[2]
         if not callable(self.function):
-            what = "there is none" if self.function is None else f"it is {self.function!r:.80}"
             raise ValueError(f"reward {name}: {self.file} must define the function {function!r}, "
-                             f"{what}")
+                             f"it is {self.function!r:.80}")
         try:
             inspect.signature(self.function).bind({}, "", [])
         except TypeError:
@@ -118,28 +113,6 @@ class Own:
             raise RewardError(f"has the names {', '.join(sorted(found))}, before it had "
                               f"{', '.join(sorted(self.names))}: must be the same in each call")
         return found
-
-
-def load(module):
-    """Import a module, from the current folder if it is there."""
-    here = os.getcwd()
-    if here not in sys.path:
-        sys.path.insert(0, here)
-    importlib.invalidate_caches()
-    try:
-        with settings_kept():
-            found = importlib.import_module(module)
-    except failures() as e:  # whatever it does wrong is its fault
-        line = f", line {e.lineno}" if isinstance(e, SyntaxError) else f" ({place(e)})"
-        if isinstance(e, ModuleNotFoundError):
-            line = ""
-        raise ValueError(f"reward: cannot import {module} from {here} or the path: {reason(e)}"
-                         f"{line}") from None
-    want = os.path.join(here, *module.split(".")) + ".py"
-    got = getattr(found, "__file__", None) or "built in"
-    if os.path.exists(want) and not (os.path.exists(got) and os.path.samefile(want, got)):
-        raise ValueError(f"reward: {module} is {got}, which hides {want}: choose another name")
-    return found
 
 
 def named_numbers(returned):
@@ -173,10 +146,3 @@ def explain(e):
 def means(parts):
     """{name: numbers} -> {reward_name: their mean}"""
     return {f"reward_{name}": sum(xs) / len(xs) for name, xs in parts.items()}
-
-
-def place(e):
-    """File and line where an exception was raised; inside a library, whence that was called."""
-    frames = traceback.extract_tb(e.__traceback__)
-    own = [f for f in frames if not f.filename.startswith((*LIBRARIES, "<"))] or frames
-    return f"{own[-1].filename}:{own[-1].lineno}"

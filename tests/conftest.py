@@ -20,6 +20,7 @@ from model import Config, Transformer
 from rollout import Rollout
 from support import parallel
 from support.checkpoint import read_checkpoint as read_whole
+from support.own import find_own
 from support.run import HELD, SIGNALS
 
 # one thread is faster for models this small, here and in the processes that tests start
@@ -73,6 +74,10 @@ def tova(q, k, e, elsewhere=None):
         elsewhere = elsewhere[:, -1:]                           # (nh, 1)
     votes = attention(q[-1:], k, elsewhere).mean((0, 1, 2))     # (n,)
     return votes.expand(k.shape[1], -1)                         # (nkv, n)
+
+
+for own in os.environ.get("SMD_METHODS", "").split():  # module:name, to test yours like these
+    EVICT[own] = find_own(own, "SMD_METHODS")[0]
 
 
 @pytest.fixture(params=[*(name for name in EVICT if name != "none"), "one that is added"])

@@ -181,7 +181,6 @@ def test_your_objective(example, tmp_path, monkeypatch, capsys):
     loss.backward()
     assert torch.allclose(logp.grad, torch.tensor([[[-0.125, -0.125], [0.125, 0.125]]]))
 
-    monkeypatch.setitem(train.CHOICES, "objective", list(train.OBJECTIVES))
     monkeypatch.setattr("data.tasks.reward", share_of_digits)
     out = str(tmp_path / "out")
     small = ["--steps=1", "--prompts=2", "--eval_final=2", "--distill=0", "--device=cpu"]

@@ -155,7 +155,7 @@ def test_nothing_is_evicted(tmp_path, capsys):
     ("budget expects int, got str 'many'", ["--budget=many"]),
     ("budget expects int, got float 32.5", ["--budget=32.5"]),
     ("resume expects True or False, got int 1", ["--resume=1"]),
-    (f"evict must be one of {', '.join(EVICT)}, got 'snap'", ["--evict=snap"]),
+    (f"evict must be one of {', '.join(EVICT)}, or module:name, got 'snap'", ["--evict=snap"]),
     (f"spread must be one of {', '.join(SPREAD)}, got 'flat'", ["--spread=flat"]),
     ("top_p is not offered", ["--top_p=0.9"]),
     ("top_k is not offered", ["--top_k=50"]),
@@ -747,7 +747,6 @@ def test_an_objective_says_which_settings_it_uses(monkeypatch):
         value = None
 
     monkeypatch.setitem(train.OBJECTIVES, "mine", Mine)
-    monkeypatch.setitem(train.CHOICES, "objective", [*train.OBJECTIVES])
     train.settings(["--objective=mine"])
     for unused in ("--ref_kl=1", "--correction=tis", "--clip=0.1", "--updates=2", "--beta=1"):
         with pytest.raises(ValueError, match="objective=mine does not use it; it uses none of"):
@@ -756,6 +755,45 @@ def test_an_objective_says_which_settings_it_uses(monkeypatch):
     assert train.settings(["--objective=mine", "--clip=0.1"]).clip == 0.1
     assert {key for objective in train.OBJECTIVES.values() for key in objective.uses} == {
         *train.OF_OBJECTIVES}
+
+
+MINE = """
+from grpo import GRPO
+def knorm(q, k, e, elsewhere=None):
+    return -k.float().norm(dim=-1).t()
+class Mine(GRPO):
+    uses = ("norm",)
+def shout(rng):
+    word = rng.choice(["coin", "lamp"])
+    return [f"The word is {word}."], iter([]), f"Say {word}.", word
+task = (shout, lambda text, answer: float(answer in text) + len(text) / 99)
+five = 5
+"""
+
+
+def test_what_is_your_own_comes_from_modules(tmp_path, monkeypatch, capsys):
+    """A method, an objective and a task in another folder, without an edit; they are part of the
+    run: another file is another run. What is none is refused in one line."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "own_things.py").write_text(MINE)
+    args = ["--evict=own_things:knorm", "--eval_evict=own_things:knorm", "--budget=24",
+            "--objective=own_things:Mine", "--task=own_things:task", "--steps=2", "--out_dir=out"]
+    train_here(*FAST, *args)
+    config = json.loads((tmp_path / "out" / "config.json").read_text())
+    assert config["evict"] == "own_things:knorm"
+    rows = read_log(tmp_path / "out")[1]
+    assert rows[0]["gap"] < 1e-5 and rows[0]["reward"] > 0
+    (tmp_path / "own_things.py").write_text(MINE + "# another")
+    with pytest.raises(SystemExit, match="own_things:.* has other contents now"):
+        train_here(*FAST, *args, "--resume=True", "--steps=3")
+    for wrong, says in (("--evict=own_things:nothing", "must define 'nothing', there is none"),
+                        ("--evict=own_things:five", "must be callable, it is 5"),
+                        ("--task=own_things:shout", "must be a pair of two functions"),
+                        ("--objective=no_such:Thing", "objective: cannot import no_such"),
+                        ("--evict=snapvk", "evict must be one of none, snapkv"),
+                        ("--objective=own_things:Mine --clip=0.1", "Mine does not use it")):
+        with pytest.raises(ValueError, match=says):
+            train.settings(wrong.split())
 
 
 def test_bf16_weights_and_fp32_masters():
@@ -1040,7 +1078,6 @@ def test_scores_that_are_not_finite_end_a_run_in_one_line(tmp_path, monkeypatch)
     def broken(q, k, e, elsewhere=None):
         return torch.full((k.shape[1], len(k)), float("nan"))
     monkeypatch.setitem(EVICT, "broken", broken)
-    monkeypatch.setitem(train.CHOICES, "evict", list(EVICT))
     with pytest.raises(SystemExit) as e:
         train_here("--evict=broken", "--steps=1", f"--out_dir={tmp_path / 'out'}")
     assert str(e.value) == ("error: eviction method 'broken' gave scores that are not finite; "

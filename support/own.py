@@ -1,0 +1,60 @@
+"""
+What is your own, named "module:name" on the command line: a reward, an eviction method, an
+objective, a task. The module is looked for in the current folder first.
+"""
+import importlib
+import os
+import re
+import sys
+import sysconfig
+import traceback
+
+from support.jsonfile import reason, shown
+from support.run import failures, settings_kept
+
+OWN = re.compile(r"([^\W\d]\w*(?:\.[^\W\d]\w*)*):([^\W\d]\w*)")  # module:name
+LIBRARIES = tuple(sysconfig.get_paths()[key] + os.sep for key in ("stdlib", "purelib", "platlib"))
+
+
+def is_own(name):
+    return bool(OWN.fullmatch(name))
+
+
+def find_own(name, what):
+    """-> what "module:name" stands for, the file that it comes from. what: the setting. Raises
+    ValueError where there is none."""
+    module, attribute = OWN.fullmatch(name).groups()
+    loaded = load(module, what)
+    file = getattr(loaded, "__file__", None) or module
+    if getattr(loaded, attribute, None) is None:
+        raise ValueError(f"{what} {shown(name)}: {file} must define {attribute!r}, there is none")
+    return getattr(loaded, attribute), file
+
+
+def load(module, what):
+    """Import a module, from the current folder if it is there. what: whose fault it is."""
+    here = os.getcwd()
+    if here not in sys.path:
+        sys.path.insert(0, here)
+    importlib.invalidate_caches()
+    try:
+        with settings_kept():
+            found = importlib.import_module(module)
+    except failures() as e:  # whatever it does wrong is its fault
+        line = f", line {e.lineno}" if isinstance(e, SyntaxError) else f" ({place(e)})"
+        if isinstance(e, ModuleNotFoundError):
+            line = ""
+        raise ValueError(f"{what}: cannot import {module} from {here} or the path: {reason(e)}"
+                         f"{line}") from None
+    want = os.path.join(here, *module.split(".")) + ".py"
+    got = getattr(found, "__file__", None) or "built in"
+    if os.path.exists(want) and not (os.path.exists(got) and os.path.samefile(want, got)):
+        raise ValueError(f"{what}: {module} is {got}, which hides {want}: choose another name")
+    return found
+
+
+def place(e):
+    """File and line where an exception was raised; inside a library, whence that was called."""
+    frames = traceback.extract_tb(e.__traceback__)
+    own = [f for f in frames if not f.filename.startswith((*LIBRARIES, "<"))] or frames
+    return f"{own[-1].filename}:{own[-1].lineno}"
