@@ -79,7 +79,8 @@ def find_reward(name):
 # functions of one's own
 
 class Own:
-    """A function of one's own: own(row, text, tokens) -> {"reward": x, name: x, ...}.
+    """A function of one's own: own(row, text, tokens) -> {"reward": x, name: x, ...}; one whose
+    attribute `batch` is true is asked once for all responses, own.many(rows, texts, tokens).
 
     name: "module:function"; the module is looked for in the current folder first. file: where it
     is; fingerprint: of that file. Raises ValueError where there is no such function."""
@@ -88,6 +89,7 @@ class Own:
         self.name, self.names = name, None  # the names of the numbers that it returns
         self.function, self.file = find_own(name, "reward")
         self.fingerprint = fingerprint(self.file)
+        self.batch = bool(getattr(self.function, "batch", False))
         function = name.partition(":")[2]
         if not callable(self.function):
             raise ValueError(f"reward {name}: {self.file} must define the function {function!r}, "
@@ -96,7 +98,8 @@ class Own:
             inspect.signature(self.function).bind({}, "", [])
         except TypeError:
             raise ValueError(f"reward {name}: {function}{inspect.signature(self.function)} must "
-                             "take (row, text, tokens)") from None
+                             f"take ({'rows, texts' if self.batch else 'row, text'}, tokens)"
+                             ) from None
         except ValueError:  # a built-in one does not say what it takes
             pass
 
@@ -107,7 +110,21 @@ class Own:
         """Raises RewardError, and whatever the function raises."""
         # a copy: what it changes there would be another problem from then on
         with settings_kept():
-            found = named_numbers(self.function(copy.deepcopy(row), text, list(tokens)))
+            found = self.function(copy.deepcopy(row), text, list(tokens))
+        return self.checked(found)
+
+    def many(self, rows, texts, tokens):
+        """Of a function for a whole batch -> a dict for each response."""
+        with settings_kept():
+            found = self.function(copy.deepcopy(rows), list(texts), [list(t) for t in tokens])
+        if not hasattr(found, "__len__") or len(found) != len(texts):
+            got = f"{len(found)} of them" if hasattr(found, "__len__") else repr(found)[:80]
+            raise RewardError(f"must be a list of one number (or dict) for each of {len(texts)} "
+                              f"responses, got {got}")
+        return [self.checked(each) for each in found]
+
+    def checked(self, found):
+        found = named_numbers(found)
         self.names = self.names or list(found)
         if set(found) != set(self.names):
             raise RewardError(f"has the names {', '.join(sorted(found))}, before it had "

@@ -357,12 +357,16 @@ def judge(batch, texts, split, first, tokens=None):
     response} of what else a function of one's own returns. split, first: how the problems are
     called. tokens: B lists of G lists of ids, for such a function. Raises RewardError, naming the
     problem, for one that is no finite number."""
-    rewards, parts = [], {}
+    rewards, parts, many = [], {}, None
+    if getattr(batch[0].rule, "batch", False):
+        many = iter(judge_together(batch, texts, f"{split} problems from {first} on", tokens))
     for b, (problem, group) in enumerate(zip(batch, texts)):
         rewards.append([])
         for g, text in enumerate(group):
             try:
-                if callable(problem.rule):
+                if many:
+                    found = next(many)
+                elif callable(problem.rule):
                     found = problem.rule(problem.row, text, tokens[b][g])
                 else:
                     found = named_numbers(reward(problem, text))
@@ -378,6 +382,16 @@ def judge(batch, texts, split, first, tokens=None):
             for name, x in found.items():
                 parts.setdefault(name, []).append(x)
     return rewards, parts
+
+
+def judge_together(batch, texts, what, tokens):
+    """What a function of one's own for a whole batch returns: a dict for each response, problem by
+    problem. Raises RewardError."""
+    rows = [problem.row for problem, group in zip(batch, texts) for _ in group]
+    try:
+        return batch[0].rule.many(rows, sum(texts, []), sum(tokens, []))
+    except failures() as e:
+        raise RewardError(f"the reward of {what} {explain(e)}") from None
 
 
 TASKS = {

@@ -5,6 +5,7 @@ import os
 import re
 import signal
 import sys
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -13,7 +14,7 @@ import torch
 from conftest import ROOT, read_checkpoint, read_log, share_of_digits, train_here
 from data.answers import RULES
 from data.files import read_problems
-from data.rewards import LARGEST, Own, earns, named_numbers, number, place
+from data.rewards import LARGEST, Own, RewardError, earns, named_numbers, number, place
 from data.tasks import Problem, Problems, judge, problem, reward
 from data.tokenizer import Tokenizer
 from experiments import logs
@@ -106,7 +107,7 @@ def test_numbers_that_a_function_returns():
 
 
 @pytest.mark.parametrize("source, name, say", [
-    ("", "mine:score", "mine.py must define the function 'score', there is none"),
+    ("", "mine:score", "mine.py must define 'score', there is none"),
     ("score = 5", "mine:score", "'score', it is 5"),
     ("def score(text): pass", "mine:score", r"score\(text\) must take \(row, text, tokens\)"),
     ("x = (1,\n", "mine:score", "cannot import mine .*SyntaxError.*, line 1"),
@@ -356,7 +357,7 @@ def test_a_line_of_a_file_is_named(mine, tmp_path):
             f.write(json.dumps(dict(prompt=f"The code for apple is {i}.", answer=i)) + "\n")
     mine("def score(row, text, tokens): return 1 / (row['answer'] != 10)")
     question = shown("The code for apple is 10.")
-    with pytest.raises(SystemExit, match=rf"held-out problem 1 .*p.jsonl:11 \({question}, "):
+    with pytest.raises(SystemExit, match=rf"(held-out|training) problem . .*p.jsonl:11 \({question}, "):
         train_here("--reward=mine:score", f"--task={tmp_path}/p.jsonl", f"--out_dir={tmp_path}/o")
 
 
@@ -368,3 +369,41 @@ def test_another_reward_is_another_run(mine, tmp_path):
         train_here("--reward=mine:other", "--steps=2", "--resume=True",
                    f"--out_dir={tmp_path}/out")
     train_here("--reward=mine:score", "--steps=2", "--resume=True", f"--out_dir={tmp_path}/out")
+
+
+# a function that is asked for a whole batch
+
+BATCH = """
+calls = []
+def score(rows, texts, tokens):
+    calls.append((len(rows), [row["answer"] for row in rows], texts, list(map(len, tokens))))
+    return [{"reward": len(text), "right": float(text == row["answer"])}
+            for row, text in zip(rows, texts)]
+score.batch = True
+def short(rows, texts, tokens):
+    return [1.0]
+short.batch = True
+def broken(rows, texts, tokens):
+    return 1 / 0
+broken.batch = True
+"""
+
+
+def test_a_reward_for_a_whole_batch(tmp_path, monkeypatch):
+    """One call for all responses, in their order; what it returns is that of each."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "at_once.py").write_text(BATCH)
+    rule = Own("at_once:score")
+    batch = [Problem("x", f"q{i}", str(i), row=dict(answer=str(i)), rule=rule) for i in range(2)]
+    texts, tokens = [["0", "abc"], ["x", "1"]], [[[1], [1, 2]], [[3], [4, 5, 6]]]
+    rewards, parts = judge(batch, texts, "training", first=7, tokens=tokens)
+    assert rewards == [[1, 3], [1, 1]] and parts == dict(right=[1, 0, 0, 1])
+    calls = sys.modules["at_once"].calls
+    assert calls == [(4, ["0", "0", "1", "1"], ["0", "abc", "x", "1"], [1, 2, 1, 3])]
+    for name, says in (("short", "training problems from 7 on must be a list of one number .* for "
+                                 "each of 4 responses, got 1 of them"),
+                       ("broken", "from 7 on raised ZeroDivisionError: .*at_once.py:")):
+        rule = Own(f"at_once:{name}")
+        with pytest.raises(RewardError, match=says):
+            judge([replace(p, rule=rule) for p in batch], texts, "training", first=7,
+                  tokens=tokens)
