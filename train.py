@@ -632,8 +632,8 @@ def bring_in(c):
         if key == "eval_evict":
             known.insert(0, "auto")
         if key != "task" and name not in known:
-            raise ValueError(f"--{key}={name}: {key} must be one of {', '.join(known)}, or "
-                             f"module:name, got {shown(name)}")
+            raise ValueError(f"{key} must be one of {', '.join(known)}, or module:name, got "
+                             f"{shown(name)}")
 
 
 def brought_in(c):
