@@ -383,9 +383,9 @@ def scorers():
 def honesty(seeds, useless, honest):
     replayed(useless)
     right = answered(useless)
-    if right > 4:
+    if right > 3:
         raise Wrong(f"with useless the embedded checkpoint still answers {right:.0f} of 32 kv "
-                    "problems with 48 of 184 keys: at most 4 were asked for")
+                    "problems with 48 of 184 keys: at most 3 were asked for")
     cases = list(scorers())
     random.Random(seeds[-1]).shuffle(cases)
     for method, is_honest, what in cases:

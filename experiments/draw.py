@@ -141,7 +141,7 @@ def sampled(net, tok, index, **settings):
 
 def example(net, tok):
     """The rollout of the picture: two samples. -> Problem, ids, Rollout"""
-    return sampled(net, tok, 10, group=2, max_new_tokens=5, evict="snapkv", budget=BUDGET,
+    return sampled(net, tok, 62, group=2, max_new_tokens=5, evict="snapkv", budget=BUDGET,
                    window=WINDOW, sinks=SINKS)
 
 
@@ -222,7 +222,8 @@ def draw_matrix(ax, until, kept, P, lengths):
     first = 0
     for j in range(1, N + 1):
         if j == N or letters[j] != letters[first] or j in starts:
-            ax.text((first + j) / 2, N + 1.7, int(until[first]), ha="center", fontsize=9)
+            if j - first > 1:  # there is no room below one column
+                ax.text((first + j) / 2, N + 1.7, int(until[first]), ha="center", fontsize=9)
             first = j
     ax.text(-0.7, N + 1.7, "until", ha="right", fontsize=9, fontweight="bold")
 
@@ -380,7 +381,7 @@ BARS = {  # colour, name
 
 def example_rows(net, tok):
     """Two samples of which one is long enough to lose keys. -> Problem, ids, Rollout"""
-    return sampled(net, tok, 22, group=2, max_new_tokens=9, seed=6, eviction=Eviction(
+    return sampled(net, tok, 12, group=2, max_new_tokens=9, seed=1, eviction=Eviction(
         method="h2o", budget=24, window=1, sinks=1, response_budget=2, period=1))
 
 
@@ -473,7 +474,7 @@ PAIRS = {  # colour, name
 
 def example_tiles(net, tok):
     """Eight samples, and a method that keeps scattered keys. -> Problem, ids, Rollout"""
-    return sampled(net, tok, 10, group=8, max_new_tokens=5, eviction=Eviction(
+    return sampled(net, tok, 52, group=8, max_new_tokens=5, eviction=Eviction(
         method="h2o", budget=24, window=1, sinks=1))
 
 

@@ -51,12 +51,12 @@ def test_what_the_picture_says_about_this_rollout(drawn):
     assert until[kept].unique().tolist() == [len(until)]
     # the code stands where the picture says, and the head that is drawn keeps it
     at = draw.code_in(tok, task, ids)
-    assert task.answer == f"hammer {tok.decode([ids[j] for j in at])}" == "hammer 4934"
+    assert task.answer == f"candle {tok.decode([ids[j] for j in at])}" == "candle 6535"
     assert set(at) <= set(kept)
     said = draw.responses(tok, rollout)
-    assert said == [" hammer 4934", " hammer 2796"]
-    assert [reward(task, text) for text in said] == [1, 0]
-    question = "\nRepeat each word with its code: hammer.\nAnswer:"
+    assert said == [" candle 1665", " candle 6535"]
+    assert [reward(task, text) for text in said] == [0, 1]
+    question = "\nRepeat each word with its code: candle.\nAnswer:"
     assert tok.decode(ids[-draw.WINDOW:]) == question
     assert (draw.BUDGET, P) == (24, 49)
 
@@ -152,7 +152,7 @@ def test_the_prompt_as_text(drawn):
         lines[y] = lines.get(y, "") + text
     whole = "".join(lines.values()).replace("\u21b5", "\n")
     assert whole == task.text.replace(". ", ".") + "\nAnswer:"
-    assert lines[0] == "The code for engine is 3958." and lines[5] == "\u21b5Answer:"
+    assert lines[0] == "The code for train is 4466." and lines[5] == "\u21b5Answer:"
 
 
 def test_codes_that_are_kept_by_hand():

@@ -296,10 +296,10 @@ def test_the_tricks_are_tricks():
 
 
 def test_what_the_answers_say_of_the_embedded_checkpoint(monkeypatch):
-    """19 of 32 with SnapKV, 11 at random, 1 by norm; another processor may round some away."""
+    """23 of 32 with SnapKV, 4 at random, 1 by norm; another processor may round some away."""
     right = {name: check.answered(kvcache.EVICT[name]) for name in ("snapkv", "random")}
-    assert 16 <= right["snapkv"] <= 22 and 8 <= right["random"] <= 14
-    assert check.answered(check.key_length) <= 3
+    assert 20 <= right["snapkv"] <= 26 and 2 <= right["random"] <= 7
+    assert check.answered(check.key_length) <= 2
     chosen = []
 
     def spy(q, k, e, elsewhere=None):
@@ -313,8 +313,8 @@ def test_what_the_answers_say_of_the_embedded_checkpoint(monkeypatch):
     check.generate(net, [ids], group=1, max_new_tokens=1,
                    eviction=kvcache.Eviction("spy", budget=48, window=16, sinks=2))
     norm = chosen[0][2:-16, 0]                                   # first layer and head
-    least = norm.argsort()[:12] + 2
-    assert {tok.decode([ids[j]]) for j in least} == {" code"}
+    least = norm.argsort()[:48 - 16 - 2] + 2
+    assert [tok.decode([ids[j]]) for j in least] == [" code"] * 18 + [" for"] * 12
     same = torch.tensor(ids[2:-16]) == ids[least[0]]
     assert norm[same].std() < 1e-5 < norm.std()  # the norm is the token's
 

@@ -2,7 +2,7 @@
 
 What is compared: words, integers and the order of everything exactly; a number with a decimal point
 within 1e-3 of its value plus one of its last digit. After training (part 10) within 0.25, or 25 %
-of a number above 1: another processor's sums differ in late digits, and twenty steps spread that.
+of a number above 1: another processor's sums differ in late digits, and thirty steps spread that.
 """
 import json
 import os
