@@ -357,7 +357,8 @@ def test_a_line_of_a_file_is_named(mine, tmp_path):
             f.write(json.dumps(dict(prompt=f"The code for apple is {i}.", answer=i)) + "\n")
     mine("def score(row, text, tokens): return 1 / (row['answer'] != 10)")
     question = shown("The code for apple is 10.")
-    with pytest.raises(SystemExit, match=rf"(held-out|training) problem . .*p.jsonl:11 \({question}, "):
+    where = rf"(held-out|training) problem . .*p.jsonl:11 \({question}, "
+    with pytest.raises(SystemExit, match=where):
         train_here("--reward=mine:score", f"--task={tmp_path}/p.jsonl", f"--out_dir={tmp_path}/o")
 
 
