@@ -41,7 +41,7 @@ def documented():
     return found
 
 
-SETTINGS = [[], ["config/tis.py"], ["config/dpo.py"], ["config/ppo.py"], ["--ref_kl=0.1"],
+SETTINGS = [[], ["config/tis.py"], ["config/dpo.py", "--temperature=3"], ["config/ppo.py"], ["--ref_kl=0.1"],
             ["--reward=named:score"]]
 
 
