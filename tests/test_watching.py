@@ -41,8 +41,8 @@ def documented():
     return found
 
 
-SETTINGS = [[], ["config/tis.py"], ["config/dpo.py", "--temperature=3"], ["config/ppo.py"], ["--ref_kl=0.1"],
-            ["--reward=named:score"]]
+SETTINGS = [[], ["config/tis.py"], ["config/dpo.py", "--temperature=3"], ["config/ppo.py"],
+            ["--ref_kl=0.1"], ["--reward=named:score"]]
 
 
 @pytest.fixture(scope="module")
