@@ -45,7 +45,7 @@ def test_run_leaves_what_it_promises(finished):
     out, printed = finished
     lines = printed.strip().splitlines()
     assert lines[-1].startswith("held-out reward with the compressed cache: ")
-    assert "bytes kept" in lines[-2]
+    assert "bytes kept" in lines[-8] and "first held-out problem" in lines[-7]
     assert sum(line.startswith("step ") for line in lines) == 4
     assert sum(line.startswith("eval ") for line in lines) == 3
     evals, steps = read_log(out)
@@ -481,7 +481,8 @@ def test_the_ratio_to_the_sampler_by_hand(objective):
     logs = {}
     for ratio_to in ("sampler", "learner"):
         c, obj, opt = learner(net, objective=objective, learner="dense", distill=0.0, updates=2,
-                              value_coef=0.0, clip=0.3, clip_high=0.4, ratio_to=ratio_to)
+                              clip=0.3, clip_high=0.4, ratio_to=ratio_to)
+        c.value_coef = 0.0  # of ppo
         kept = Gradients(opt)
         logs[ratio_to] = train.update(net, opt, obj, r, rewards=rewards, c=c, lr=1e-3)
     out = replay(net, r, ("dense",), value=obj.value)
@@ -498,8 +499,9 @@ def test_the_ratio_to_the_sampler_by_hand(objective):
     # the control, whose gradients are in kept; weights stay, so its ratio is 1 in both updates
     assert logs["learner"]["ratio"] == 1 and logs["learner"]["clip_frac"] == 0
     want = torch.autograd.grad(loss, list(net.parameters()))
-    c, obj, opt = learner(net, objective=objective, learner="dense", distill=0.0, value_coef=0.0,
-                          clip=0.3, clip_high=0.4, ratio_to="sampler")
+    c, obj, opt = learner(net, objective=objective, learner="dense", distill=0.0, clip=0.3,
+                          clip_high=0.4, ratio_to="sampler")
+    c.value_coef = 0.0
     other, kept = kept.found, Gradients(opt)
     train.update(net, opt, obj, r, rewards=rewards, c=c, lr=1e-3)
     assert apart(want, kept.found) < 1e-4 and apart(want, other) > 1e-2
@@ -509,8 +511,9 @@ def test_the_ratio_to_the_sampler_by_hand(objective):
 @pytest.mark.parametrize("objective", ["grpo", "ppo"])
 def test_the_kl_to_the_initial_model_by_hand(objective, policy):
     """Of the learner's policy, both models under one mask; without advantages it is the loss."""
+    without = dict(value_coef=0.0) if objective == "ppo" else {}
     kept, log = constant_rewards(0.0, objective=objective, learner=policy, distill=0.0, ref_kl=0.5,
-                                 value_coef=0.0)
+                                 **without)
     net = toy()
     r, other = sampled(net), {"dense": "shadow", "shadow": "dense"}[policy]
     logp = replay(net, r, (policy,))[policy]
@@ -528,8 +531,7 @@ def test_the_kl_to_the_initial_model_by_hand(objective, policy):
     assert kl_to(refs[other]).item() != pytest.approx(kl.item(), rel=2e-3)
     want = torch.autograd.grad(0.5 * kl, list(net.parameters()))
     assert apart(want, kept[:len(want)]) < 1e-4  # ppo's value head follows
-    none, _ = constant_rewards(0.0, objective=objective, learner=policy, distill=0.0,
-                               value_coef=0.0)
+    none, _ = constant_rewards(0.0, objective=objective, learner=policy, distill=0.0, **without)
     assert all((x == 0).all() for x in none)  # control
 
 
@@ -776,6 +778,9 @@ def test_what_is_your_own_comes_from_modules(tmp_path, monkeypatch, capsys):
     """A method, an objective and a task in another folder, without an edit; they are part of the
     run: another file is another run. What is none is refused in one line."""
     monkeypatch.chdir(tmp_path)
+    for table in train.TABLES.values():  # forgotten afterwards
+        for name in ("knorm", "Mine", "task"):
+            monkeypatch.setitem(table, f"own_things:{name}", None)
     (tmp_path / "own_things.py").write_text(MINE)
     args = ["--evict=own_things:knorm", "--eval_evict=own_things:knorm", "--budget=24",
             "--objective=own_things:Mine", "--task=own_things:task", "--steps=2", "--out_dir=out"]
@@ -838,7 +843,8 @@ def test_a_loss_that_is_not_finite(name, tmp_path, monkeypatch):
     monkeypatch.setattr("data.tasks.reward", share_of_digits)  # dpo learns from pairs alone
     monkeypatch.setattr(train.OBJECTIVES[name], "loss", overflows)
     with pytest.raises(SystemExit, match="error: the gradient's norm is nan") as e:
-        train_here(f"--objective={name}", "--save_every=1", "--eval_every=9", f"--out_dir={out}")
+        train_here(f"--objective={name}", "--save_every=1", "--eval_every=9", "--temperature=3",
+                   f"--out_dir={out}")
     done = len(read_log(out)[1])
     assert done >= 1 and read_checkpoint(out)["step"] == done
     assert str(e.value).endswith(f"; {out}/ckpt.pt holds step {done}")
@@ -1014,7 +1020,7 @@ def test_evaluate(monkeypatch):
     with torch.no_grad():
         accept = replay(net, r, stats=True)["accept"][r.mask]
     assert got["reward"] == pytest.approx(sum(map(share_of_digits, batch, texts)) / 6)
-    assert got["length"] == r.lengths.float().mean().item()
+    assert got["length"] == pytest.approx(r.lengths.float().mean().item())
     assert got["accept"] == pytest.approx(accept.mean().item(), rel=1e-4)
     assert got["accept_p05"] == pytest.approx(accept.quantile(0.05).item(), rel=1e-4)
 
