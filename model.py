@@ -71,6 +71,7 @@ REQUIRED = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attent
             "vocab_size", "max_position_embeddings", "rms_norm_eps")
 LLAMA3 = ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
 LARGEST = 10**7  # above every size in config.json
+MOST_LAYERS = 10**4  # a million take a gigabyte before the weights are asked for
 RANGES = dict(  # what makes sense in config.json, far beyond what is used
     rms_norm_eps=(1e-20, 1), rope_theta=(1, 1e12), factor=(1, 1e6), low_freq_factor=(1e-6, 1e6),
     high_freq_factor=(1e-6, 1e6), original_max_position_embeddings=(1, LARGEST))
@@ -150,9 +151,11 @@ class Config:
 
 def size(raw, key, default=None):
     """A positive integer of a size that models have. Raises ValueError."""
-    n = entry(raw, key, int, default)
-    if not 0 < n < LARGEST:
-        raise ValueError(f"{key} must be a positive integer below {LARGEST:,}, got {shown(n)}")
+    n, most = entry(raw, key, int, default), LARGEST
+    if key == "num_hidden_layers":
+        most = MOST_LAYERS
+    if not 0 < n < most:
+        raise ValueError(f"{key} must be a positive integer below {most:,}, got {shown(n)}")
     return n
 
 
@@ -547,7 +550,7 @@ class Transformer(nn.Module):
 
 def find_checkpoint(path):
     """A local folder as it is; otherwise download the hub repository of that name. -> folder.
-    Raises FileNotFoundError."""
+    Raises FileNotFoundError; ValueError for an adapter."""
     folder = os.path.expanduser(str(path))
     if os.path.exists(folder) and not os.path.isdir(folder):
         raise FileNotFoundError(f"{folder} is a file: name the folder that holds config.json")
@@ -567,6 +570,11 @@ def find_checkpoint(path):
             raise FileNotFoundError(
                 f"{shown(path)} is neither a local folder nor could it be downloaded from the "
                 f"hub: {why_not(e)}") from None
+    # transformers and peft would add it to the weights
+    if os.path.exists(os.path.join(folder, "adapter_config.json")):
+        raise ValueError(f"{folder} holds an adapter (adapter_config.json), which is not read "
+                         "here: name a folder with merged weights, such as a run's model/ (in "
+                         "peft: merge_and_unload, then save_pretrained)")
     if not os.path.isfile(os.path.join(folder, "config.json")):
         raise FileNotFoundError(f"{folder} holds no config.json")
     return folder

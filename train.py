@@ -51,7 +51,7 @@ from support.memory import memory_errors, memory_of, saving_if_memory_runs_out
 from support.metrics import Metrics, quantile
 from support.optimizer import Masters
 from support.own import find_own, is_own
-from support.run import Run, choose_device, one_line_errors, progress, read_list, say, tell
+from support.run import Run, choose_device, one_line_errors, progress, say, step_of, tell
 from support.tracker import TRACKERS, Tracker, check_tracker
 
 OBJECTIVES = {"grpo": GRPO, "ppo": PPO, "dpo": DPO}
@@ -71,7 +71,7 @@ dtype = "auto"           # of the weights: float32, bfloat16; auto: by size on c
 model = TINY             # a folder or a hub name; here the embedded checkpoint
 task = "kv4"             # needle, kv, kv4, kv16, own, hop, sum, a .jsonl file, or gsm8k:FOLDER
 eval_task = ""           # a .jsonl file of held-out problems; "": a tenth of the task's, by a hash
-reward = "auto"          # auto, exact, number, boxed, choice, contains, or module:function
+reward = "auto"          # auto, exact, number, boxed, math, choice, contains, or module:function
 shots = 0                # problems of the file that come first in every prompt, answered; 0 .. 8
 prompt_tokens = 256      # longest prompt in tokens; 64 .. the model's context
 template = ""            # more arguments for the chat template, JSON: {"enable_thinking": false}
@@ -171,6 +171,12 @@ MAY_CHANGE = {  # on resume; the last three because a run may end for want of me
 # parameters; smaller models gain little or no time by bfloat16 (docs/reproduce.md), so dtype=auto
 # leaves them in float32
 BFLOAT16_FROM = 30_000_000
+ANSWERS = dict(question=str, answer=str, compressed=str, dense=str, reward_compressed=float,
+               reward_dense=float)
+EVALUATION = dict(step=int, eval_compressed=float, eval_dense=float)
+MEMORY = dict(  # of a run, as a checkpoint keeps it
+    evals=[EVALUATION], answers=(ANSWERS, ANSWERS), kv=dict(kept=int, dense=int, dense_shared=int))
+MEMORY.update({"best?": EVALUATION, "idle?": int, "in_a_row?": int, "wandb?": str, "reward?": str})
 NOT_LOADED = ("out of memory while the model was loaded, before the first step: it needs a smaller "
               "model, --dtype=bfloat16 on a card that has it, or more memory")
 
@@ -195,7 +201,7 @@ def main(argv):
             save(c, run, net, opt)
             if run.finished or run.interrupted:
                 break
-            began = time.time()
+            began = time.monotonic()
 
             # 1. problems, numbered through the run; the number is the position in the data
             mine = parallel.share(c.prompts)
@@ -211,7 +217,7 @@ def main(argv):
 
             # 3. reward the decoded text; what was sampled is never encoded again
             rollout, rewards, parts = rewarded(tok, rollout, batch, first=number, stops=stops)
-            sampled = time.time()
+            sampled = time.monotonic()
 
             # 4. advantages, replay under the log, loss, optimizer step
             lr = learning_rate(c, run.step)
@@ -220,7 +226,7 @@ def main(argv):
 
             # 5. log
             log = dict(step=run.step, **facts(rollout, rewards, parts), **log, lr=lr,
-                       rollout_s=sampled - began, learn_s=time.time() - sampled)
+                       rollout_s=sampled - began, learn_s=time.monotonic() - sampled)
             log["tokens_per_s"] = log["tokens"] / max(log["rollout_s"], 1e-9)
             run.log("step", log)
             progress(show(log), end=f"eta {run.minutes_left():.1f} min")
@@ -557,16 +563,18 @@ def write_models(run, net, opt, names, reward):
         run.write_model(names[1], opt, reward)
 
 
-def check_best(run):
+def check_best(run, names=("best",)):
     """After a resume: forget the best evaluation where best/ holds the model of another step, as it
     does if a later checkpoint was given up, or none, and no more is known of it."""
     evals, best = run.memory.get("evals", []), run.memory.get("best")
-    if best is None or best["step"] in (run.step, read_list(run.path("best"))[0]):
+    if best and best["step"] in (run.step, step_of(run.path(""), names)):
         return
-    tell(f"{run.path('best')} does not hold the model of step {best['step']}, the best so far: "
-         "the best is looked for anew from here on")
-    del run.memory["best"]
-    if evals[-1]["step"] == run.step:  # its model is here
+    if best:
+        places = " with ".join(str(run.path(name)) for name in names)
+        tell(f"{places} does not hold the model of step {best['step']}, the best so far: the best "
+             "is looked for anew from here on")
+        del run.memory["best"]
+    if evals and evals[-1]["step"] == run.step:  # its model is here
         run.memory["best"] = evals[-1]
 
 
@@ -672,7 +680,7 @@ def setup(argv):
         paths = files_of(c.task, c.eval_task)
         if c.template_file:
             paths["template_file"] = [c.template_file]
-        run = Run(c, MAY_CHANGE, identity_of(c, folder),
+        run = Run(c, MAY_CHANGE, identity_of(c, folder), shapes=MEMORY,
                   inputs=dict(model=folder, **{key: found[0] for key, found in paths.items()}))
     if run and c.template_file:
         with open(c.template_file, "rb") as f:
@@ -707,7 +715,7 @@ def setup(argv):
         if run.learner is not None:
             opt.load(run.learner, run.path("ckpt.pt"))
         run.open()
-        check_best(run)
+        check_best(run, ("best", "adapter-best") if c.lora_rank else ("best",))
         run.memory = parallel.gather(run.memory)[0]  # rank 0's: it decides when to save
         if callable(rule):
             run.watch("reward", rule.file, rule.fingerprint)

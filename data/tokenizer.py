@@ -28,8 +28,8 @@ characters mostly) are dropped after merging, not before; runs of white space ar
 262,144 characters (tiktoken's regex overflows at a million); the tables that say what is a
 letter or composes under NFC are tiktoken's and Python's.
 
-A template is a program: its loops and its output are bounded, what a single expression may
-allocate ('x' * 10 ** 10) is not.
+A template is a program, and may hang or want all memory: it runs in a process of its own, with
+limits that it cannot reach (support/apart.py).
 
 Left out: sentencepiece and word-piece models, training, offsets, padding, truncation.
 
@@ -48,7 +48,9 @@ from contextlib import contextmanager
 import tiktoken
 
 from model import find_checkpoint
-from support.jsonfile import entry, read_json, read_text, shown
+from support.apart import Apart, Exceeds
+from support.jsonfile import entry, read_json, read_text, reason, shown
+from support.run import muted
 
 # tokenizer.json writes each byte as one character: itself where it is printable, else
 # U+0100 onwards in byte order
@@ -68,7 +70,6 @@ LONGEST_SPACE = 2 ** 18
 MOST_IDS = 2 ** 22
 LONGEST_ADDED = 256       # characters of an added token
 MOST_CHECKS = 2 ** 28     # sum over the vocabulary of a token's length, squared
-MOST_TURNS = 10 ** 5      # of a template's loops, in one rendering
 MOST_TEXT = 2 ** 25       # characters that a template may write
 
 DATE = datetime.datetime(2024, 7, 26)  # today, for templates: the day Llama 3.2's falls back on
@@ -225,6 +226,8 @@ class Tokenizer:
         talk = [dict(role="user", content="7?"), dict(role="assistant", content=said)]
         try:
             ids = self.chat(talk, add_generation_prompt=False)
+        except Exceeds:
+            raise
         except ValueError:  # no template, or one that wants other messages
             return
         _, found, after = self.decode(ids).rpartition(said)
@@ -282,7 +285,8 @@ class Tokenizer:
         ranks = []
         for piece in cut_space(text):
             try:
-                ranks += self.bpe.encode_ordinary(piece)
+                with muted():
+                    ranks += self.bpe.encode_ordinary(piece)
             except BaseException as e:
                 # a Rust panic is no Exception, and its class cannot be imported
                 if type(e).__name__ != "PanicException":
@@ -513,12 +517,23 @@ def read_template(path, config, file=""):
             return None
         if type(source) is not str:
             raise ValueError(f"chat_template is {shown(source)}, must be text")
-        return Template(source, file or name)
+    return TemplateApart(source, file or name)
+
+
+class TemplateApart(Apart):
+    """A Template in a process of its own."""
+
+    def __init__(self, source, file):
+        super().__init__(Template, source, file, what=f"{file}: chat template")
+        self.variables = set(self.ask("variables"))
+
+    def render(self, variables):
+        return self.ask("render", variables)
 
 
 class Template:
     """A chat template, a program from the internet: sandboxed, it cannot change what it is
-    handed, and what it loops and writes is bounded.
+    handed, and what it writes is bounded.
 
     file: where it stands. variables: the names that it takes from outside. Raises ValueError."""
 
@@ -533,27 +548,16 @@ class Template:
                 fields = nodes.List([self.visit(x) for x in node.nodes]), "join", [], [], None, None
                 return nodes.Filter(*fields).set_lineno(node.lineno)
 
-        self.file, self.turns = file, 0
-        env = environment()
-        env.globals["count_turn"] = self._count
-        count = env.parse("{{ count_turn() }}").body  # writes nothing
+        self.file, env = file, environment()
         try:
             tree = env.parse(source)
             self.variables = meta.find_undeclared_variables(tree) - env.globals.keys()
-            for loop in tree.find_all((nodes.For, nodes.Macro, nodes.CallBlock)):
-                loop.body[:0] = count
             self.compiled = env.from_string(Joins().visit(tree))
-        except (TemplateError, RecursionError) as e:
-            raise ValueError(f"chat template cannot be read: {e}") from None
-
-    def _count(self):
-        self.turns += 1
-        if self.turns > MOST_TURNS:
-            raise ValueError(f"its loops turn more than {MOST_TURNS:,} times")
-        return ""
+        except (TemplateError, RecursionError, MemoryError) as e:
+            raise ValueError(f"{file}: chat template cannot be read: {reason(e)}") from None
 
     def render(self, variables):
-        self.turns, size, parts = 0, 0, []
+        size, parts = 0, []
         try:
             for part in self.compiled.generate(variables):
                 size += len(part)

@@ -38,11 +38,9 @@ Left out on purpose: several machines; where there is no Linux, runs outlive thi
 is killed.
 """
 import ctypes
-import glob
 import os
 import re
 import shlex
-import shutil
 import signal
 import subprocess
 import sys
@@ -72,17 +70,19 @@ from experiments.logs import (
     series,
 )
 from experiments.ttest import RANKED, holm, interval, p_value, signed_rank_p
-from support.configurator import check_ranges, configure, help_if_asked, make_folder
-from support.jsonfile import entry, read_json, shown
+from support.checkpoint import HELD, check_whole, open_to_append, remove, write_text
+from support.configurator import check_ranges, configure, help_if_asked, joined, make_folder
+from support.jsonfile import entry, harmless, read_json, shown
 from support.run import (
-    HELD,
+    ADAPTERS,
+    MODELS,
     SIGNALS,
     difference,
     hold,
     one_line_errors,
-    read_list,
+    remove_listed,
+    step_of,
     tell,
-    write_text,
 )
 
 ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
@@ -99,6 +99,7 @@ OPTIONS = dict(
     table=False,       # --table: no runs, only table and figure of what is there
 )
 RANGES = dict(seeds=(1, 1000), first=(0, 10**6), jobs=(1, 1000), threads=(1, 1000))
+PREVIOUS = "ckpt-previous.pt"
 EVERY = 30  # seconds between two lines about the runs at work
 # what decides the rewards before training, beside the method that evaluates
 START = ("model", "task", "prompt_tokens", "max_new_tokens", "eval_final", "evict", "budget",
@@ -111,7 +112,7 @@ def parse(argv):
     """-> namespace of own options, arms as they were written, --key=value for train.py.
     Raises ValueError."""
     own, arms, common = [], [], []
-    for arg in argv:
+    for arg in joined(argv, {**train.DEFAULTS, **OPTIONS}):
         if not arg.startswith("--"):
             arms.append(arg)
         elif arg[2:].partition("=")[0] in OPTIONS:
@@ -175,7 +176,8 @@ def start_of(c):
     """What arms that begin with the same rewards have in common."""
     keys = START
     # what older runs did not have
-    for key in ("eval_evict", "eval_task", "reward", "shots", "raw_text", "pool_by", "eval_first"):
+    for key in ("eval_evict", "eval_task", "reward", "shots", "raw_text", "pool_by", "eval_first",
+                "control_tokens", "template_file", "stop"):
         if getattr(c, key) != train.DEFAULTS[key]:
             keys += (key,)
     return " ".join(f"{k}={os.path.basename(str(getattr(c, k)))}" for k in keys)
@@ -228,16 +230,25 @@ def decide(path, c):
         return os.path.exists(os.path.join(path, name))
 
     log = read(os.path.join(path, "log.jsonl")) if has("log.jsonl") else []
-    if not has("ckpt.pt") and not ended(log):
+    resumes = has("ckpt.pt") or is_whole(os.path.join(path, PREVIOUS))
+    if not resumes and not ended(log):
         return "--overwrite=True"
     check_same(path, c)
     if log and log[-1]["step"] > c.steps:
         raise ValueError(f"the run in {path!r} has done {log[-1]['step']} steps already, "
                          f"steps={c.steps}: choose another --out")
-    whole = not has("ckpt.pt") or read_list(os.path.join(path, "model"))[0] == c.steps
-    if ended(log, c.steps) and whole:
+    last = ("model", "adapter") if c.lora_rank else ("model",)
+    if ended(log, c.steps) and (not has("ckpt.pt") or step_of(path, last) == c.steps):
         return None
-    return "--resume=True" if has("ckpt.pt") else "--overwrite=True"
+    return "--resume=True" if resumes else "--overwrite=True"
+
+
+def is_whole(path):
+    try:
+        check_whole(path)
+    except (OSError, ValueError):
+        return False
+    return True
 
 
 def check_same(path, c):
@@ -260,7 +271,12 @@ def check_same(path, c):
 
 
 def check_unused(path):
-    """Raise ValueError while a run is at path: it may be saving what would then be thrown away."""
+    """Raise ValueError while a run is at path: it may be saving what would then be thrown away.
+    Also where a link leads there, as a run would write behind it."""
+    for place in (os.path.dirname(path), path, os.path.join(path, "train.log")):
+        if os.path.islink(place):
+            raise ValueError(f"{place} is a link, and nothing is written through one: choose "
+                             "another --out")
     if os.path.isdir(path):
         hold(path)
         lock = HELD.pop(os.path.realpath(path), None)  # the run that comes needs it
@@ -280,7 +296,12 @@ def launch(path, args, threads, card):
     env = {**os.environ, "OMP_NUM_THREADS": str(threads)}
     if card:
         env["CUDA_VISIBLE_DEVICES"] = card
-    with open(os.path.join(path, "train.log"), "ab" if "--resume=True" in args else "wb") as log:
+    last, previous = os.path.join(path, "ckpt.pt"), os.path.join(path, PREVIOUS)
+    if "--resume=True" in args and not os.path.exists(last):  # see decide
+        os.replace(previous, last)
+    with open_to_append(os.path.join(path, "train.log")) as log:
+        if "--resume=True" not in args:
+            log.truncate(0)
         # a process group of its own: Ctrl-C in a terminal reaches only us and is passed on
         # once; twice would make a child quit unsaved
         return subprocess.Popen(
@@ -339,14 +360,15 @@ def arm_of(name):
 
 
 def strip(name, path):
-    """Delete the weights of a run that ended, or say why not: other runs go on."""
+    """Delete the weights of a run that ended, or say why not: other runs go on. What no run wrote
+    stays."""
     try:
-        for file in glob.glob(os.path.join(glob.escape(path), "ckpt*.pt")):
-            os.remove(file)
-        for part in ("model", "best", "adapter", "adapter-best"):
-            weights = os.path.join(path, part)
-            if os.path.isdir(weights):
-                shutil.rmtree(weights)
+        for file in ("ckpt.pt", PREVIOUS):
+            remove(os.path.join(path, file))
+        for part in (*MODELS, *ADAPTERS):
+            remove_listed(os.path.join(path, part))
+            with suppress(OSError):  # it is not there, or holds somebody's own
+                os.rmdir(os.path.join(path, part))
     except OSError as e:
         tell(f"{name}: weights stay in {path}: {e}", sys.stderr)
 
@@ -369,7 +391,7 @@ def run_all(todo, jobs, threads, lean=False):
     """Run todo (name, path, args, steps), `jobs` at a time. -> how many did not finish. A signal
     goes on to every run; when all have saved: exit code 128 + signal."""
     waiting, working, devices = todo[::-1], {}, cards()
-    done, failed, told = 0, 0, time.time()
+    done, failed, told = 0, 0, time.monotonic()
     signals, heard = [], 0
 
     def hear(signum, frame):
@@ -386,11 +408,11 @@ def run_all(todo, jobs, threads, lean=False):
                     run.card = freest(devices, run.name,
                                       [(each.name, each.card) for each in working.values()])
                     run.process = launch(run.path, run.args, threads, run.card)
-                    run.start, working[worker] = time.time(), run
+                    run.start, working[worker] = time.monotonic(), run
             time.sleep(0.05)
-            if time.time() - told > EVERY:
+            if time.monotonic() - told > EVERY:
                 tell(at_work([*working.values()], done, of=len(todo)))
-                told = time.time()
+                told = time.monotonic()
             if len(signals) > heard:
                 signum, what = signals[-1], "every run finishes its step and saves; once more kills"
                 if heard:
@@ -403,7 +425,8 @@ def run_all(todo, jobs, threads, lean=False):
                 if run.process.poll() is not None:
                     del working[worker]
                     line, finished = report(run.name, run.path, run.process.returncode,
-                                            seconds=time.time() - run.start, stopped=bool(signals))
+                                            seconds=time.monotonic() - run.start,
+                                            stopped=bool(signals))
                     done += 1
                     failed += not finished
                     if finished and lean:
@@ -660,7 +683,7 @@ def main(argv):
             every = load(options.out)
             comparisons(named, every)  # raises ValueError
         arms = load(options.out, names)
-        text = table(arms, named, every=every)
+        text = harmless(table(arms, named, every=every))  # names of folders are in it
         tell(text)
         write_text(os.path.join(options.out, "table.md"), text)
         if options.keep:

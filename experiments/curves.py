@@ -24,7 +24,7 @@ from statistics import fmean
 
 from experiments.logs import CACHES, LAST, MANY_SEEDS, load, over_seeds, results, series, smooth
 from experiments.ttest import interval
-from support.checkpoint import UNFINISHED
+from support.checkpoint import write_whole
 from support.configurator import Arguments, make_folder
 from support.run import one_line_errors, tell
 
@@ -249,9 +249,8 @@ def write_panels(path, panels, x, put_names=label, **layout):
             for k, ax in axes.items():
                 put_names(ax, ends[k])
             fig.draw_without_rendering()
-        fig.savefig(path + UNFINISHED, dpi=200, format="png")
+        write_whole(path, lambda f: fig.savefig(f, dpi=200, format="png"))
         plt.close(fig)
-    os.replace(path + UNFINISHED, path)
 
 
 # curves, dots and bases: for a page 800 px wide

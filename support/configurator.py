@@ -1,6 +1,6 @@
 """
 Configuration by plain assignments: defaults, then config files and --key=value in the order
-given; what --help says of them.
+given; what --help says of them. `--key value` and a bare `--flag` will do too.
 
 The idea is nanoGPT's: a config file is Python that assigns names, a command line overrides
 one name at a time. Its holes are mended: an unknown key is an error that names the nearest
@@ -24,10 +24,28 @@ import tokenize
 from types import ModuleType
 
 from support.jsonfile import shown
-from support.run import tell
+from support.run import failures, tell
 
 LARGEST = 1_000_000  # bytes of a config file
 NUMBER = re.compile(r"[+-]?((\d+\.?\d*|\.\d+)([eE][+-]?\d+)?|inf|nan)", re.ASCII)
+FLAGS = ("True", "true", "False", "false")
+# other trainers' names (TRL, verl, OpenRLHF, transformers) for settings of train.py
+ELSEWHERE = dict(
+    learning_rate="lr", output_dir="out_dir", save_dir="out_dir", num_generations="group",
+    n_samples_per_prompt="group", rollout_n="group", num_train_epochs="steps", max_steps="steps",
+    total_training_steps="steps", epochs="steps", train_batch_size="prompts",
+    batch_size="prompts", per_device_train_batch_size="prompts", rollout_batch_size="prompts",
+    max_completion_length="max_new_tokens", max_response_length="max_new_tokens",
+    max_tokens="max_new_tokens", generate_max_len="max_new_tokens",
+    max_prompt_length="prompt_tokens", prompt_max_len="prompt_tokens", epsilon="clip",
+    epsilon_high="clip_high", clip_ratio="clip", eps_clip="clip", kl_coef="ref_kl",
+    init_kl_coef="ref_kl", num_iterations="updates", ppo_epochs="updates", lora_r="lora_rank",
+    lora_target_modules="lora_targets", gradient_checkpointing="checkpointing",
+    max_grad_norm="grad_clip", max_norm="grad_clip", warmup_steps="warmup",
+    lr_scheduler_type="lr_schedule", model_name_or_path="model", pretrain="model",
+    dataset_name="task", dataset="task", reward_funcs="reward", random_seed="seed",
+    torch_dtype="dtype", loss_type="norm", eval_steps="eval_every", save_steps="save_every",
+    report_to="tracker", stop_words="stop", adam_beta2="beta2", adapter="model")
 CONTROL = re.compile(r"[\0-\x1f\x7f-\x9f]")
 
 
@@ -37,7 +55,7 @@ def configure(defaults, argv, choices=None, refused=None):
     defaults: dict of bool, int, float or str. argv: config files and --key=value. choices:
     key -> allowed values. refused: key -> why it is not offered."""
     config = dict(defaults)
-    for arg in argv:
+    for arg in joined(argv, defaults):
         where = printable(arg)
         if arg.startswith("--"):
             found = read_option(arg, defaults)
@@ -46,6 +64,24 @@ def configure(defaults, argv, choices=None, refused=None):
         for key, value in found.items():
             config[key] = check(key, value, where, defaults, choices=choices, refused=refused)
     return config
+
+
+def joined(argv, defaults):
+    """argv with `--key value` and `--flag` written as --key=value. A flag takes the next word only
+    if that is True or False; another key takes it whatever it is, but for an option."""
+    words, out = list(argv), []
+    while words:
+        word = words.pop(0)
+        default = defaults.get(word[2:]) if word.startswith("--") else None
+        if isinstance(default, bool):
+            value = "True"
+            if words and words[0] in FLAGS:
+                value = words.pop(0)
+            word = f"{word}={value}"
+        elif default is not None and words and not words[0].startswith("--"):
+            word = f"{word}={words.pop(0)}"
+        out.append(word)
+    return out
 
 
 def printable(text):
@@ -85,8 +121,14 @@ def check(key, value, where, defaults, choices=None, refused=None):
 
 def unknown(key, where, defaults):
     written = key.lower().replace("-", "_")[:100]
-    near = difflib.get_close_matches(written, defaults, n=1, cutoff=0.0)[0]
-    text = f"{where}: unknown key {shown(key)}; the nearest is {near!r}"
+    text = f"{where}: unknown key {shown(key)}; "
+    near = difflib.get_close_matches(written, defaults, n=1, cutoff=0.6)
+    if ELSEWHERE.get(written) in defaults:
+        text += f"here it is {ELSEWHERE[written]!r}"
+    elif near:
+        text += f"the nearest is {near[0]!r}"
+    else:
+        text += "--help lists the keys"
     if not where.startswith(("--", "'--")):
         text += " (a helper's name begins with _)"
     return text
@@ -132,7 +174,7 @@ def read_file(path, defaults):
             raise ValueError(f"larger than {LARGEST:,} bytes")
         tree = ast.parse(source, path)  # of bytes: a byte-order mark and CRLF are harmless
         exec(compile(tree, path, "exec"), scope)
-    except (Exception, SystemExit) as e:
+    except failures() as e:
         if isinstance(e, SyntaxError) and e.lineno:
             line = f", line {e.lineno}"
         why = " ".join([type(e).__name__, *str(e).split()])
@@ -210,9 +252,12 @@ def describe(path, defaults):
 
 def help_if_asked(argv, doc, *sources):
     """If argv has -h or --help: print doc and all settings, then exit with 0. sources: (title, path
-    of a .py file, the defaults that it assigns)."""
+    of a .py file, the defaults that it assigns); doc is that of the first."""
     if "-h" not in argv and "--help" not in argv:
         return
+    if doc is None:  # python -OO drops it
+        with tokenize.open(sources[0][1]) as f:
+            doc = ast.get_docstring(ast.parse(f.read()), clean=False)
     tell(doc.strip())
     for title, path, defaults in sources:
         tell("\n".join(["", f"{title}:", *describe(path, defaults)]))

@@ -4,9 +4,11 @@ or key is wrong.
 """
 import json
 import os
+import re
 
 LARGEST = 2**25  # bytes of a file
 DEPTH = 100      # levels; what is read must be written again, which Python does by recursion
+CONTROL = re.compile(r"[\0-\x08\x0b-\x1f\x7f-\x9f]")
 KINDS = {bool: "true or false", int: "an integer", float: "a number", str: "text",
          list: "a list", dict: "an object"}
 
@@ -77,16 +79,40 @@ def entry(raw, key, kind, default=None):
     return value
 
 
+def check_shape(value, shape, name):
+    """Raise ValueError, with the value's name, unless it is as the shape says: a type, as entry has
+    it; [shape] of each item of a list; (shape, shape) of the items of a list of so many;
+    {key: shape} of what an object must have, or, where the key ends in ?, may have."""
+    kind = shape if isinstance(shape, type) else dict if isinstance(shape, dict) else list
+    entry({name: value}, name, kind)
+    if isinstance(shape, dict):
+        for key, of_key in shape.items():
+            found = value.get(key.rstrip("?"))
+            if found is not None or not key.endswith("?"):
+                check_shape(found, of_key, f"{name}.{key.rstrip('?')}")
+    elif not isinstance(shape, type):
+        shapes = shape * len(value) if isinstance(shape, list) else shape
+        if len(shapes) != len(value):
+            raise ValueError(f"{name} must have {len(shapes)} items, got {len(value)}")
+        for i, (item, of_item) in enumerate(zip(value, shapes)):
+            check_shape(item, of_item, f"{name}.{i}")
+
+
 def printable(text):
     """Text on one line; control characters, which a terminal would obey, are escaped."""
     return "".join(x if x.isprintable() else repr(x)[1:-1] for x in " ".join(text.splitlines()))
+
+
+def harmless(text):
+    """Text whose control characters are escaped, but for line breaks and tabs."""
+    return CONTROL.sub(lambda found: repr(found[0])[1:-1], text)
 
 
 def reason(e):
     """What an exception of somebody's own says: its name and a short text, if it has one."""
     try:
         text = " ".join(str(e).split())
-    except Exception:  # whatever its __str__ raises; the name is told all the same
+    except BaseException:  # whatever its __str__ raises; the name is told all the same
         text = "its text cannot be made"
     return printable(f"{type(e).__name__}: {text}"[:200].removesuffix(": "))
 

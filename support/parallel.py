@@ -16,10 +16,12 @@ end without a word. Where a rank is killed, the others say that it has gone.
 Left out: parts of a model or of an optimizer on each rank, ranks that come and go. Nothing here
 knows what is trained.
 """
+import ctypes
 import io
 import os
 import pickle
 import signal
+import socket
 import sys
 import threading
 import time
@@ -46,8 +48,9 @@ def rank():
 
 
 def launched():
-    """Was this process started by torchrun?"""
-    return dist.is_available() and dist.is_torchelastic_launched()
+    """Was this process started by torchrun? Its run id alone may be that of another process."""
+    return (dist.is_available() and dist.is_torchelastic_launched()
+            and "LOCAL_RANK" in os.environ)
 
 
 def card():
@@ -250,13 +253,33 @@ def start():
     global STORE, WATCH
     # optimizers import it; later it would hold the group, whose threads may abort the program's end
     import torch.distributed.nn.functional  # noqa: F401
-    STORE, number, n = next(dist.rendezvous("env://"))
+    end_with_launcher()
+    try:
+        STORE, number, n = next(dist.rendezvous("env://"))
+    except ValueError as e:
+        raise SystemExit(f"error: torchrun is said to have started this process "
+                         f"(TORCHELASTIC_RUN_ID), but: {e}") from None
     backend = "gloo"
     if torch.cuda.is_available():
         backend = "cpu:gloo,cuda:nccl"  # by where a tensor lies
     dist.init_process_group(backend, store=STORE, rank=number, world_size=n, timeout=PATIENCE)
     WATCH = threading.Thread(target=watch, args=(STORE.clone(),), daemon=True)
     WATCH.start()
+
+
+def end_with_launcher():
+    """From here on the launcher, however it ends, takes this process with it (Linux); end where it
+    has gone already: one would be waited for for half an hour. Later `watch` sees to that."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(1, int(signal.SIGKILL))  # PR_SET_PDEATHSIG
+    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
+        return
+    host, port = os.environ.get("MASTER_ADDR"), os.environ.get("MASTER_PORT", "")
+    try:
+        socket.create_connection((host, port), timeout=30).close()
+    except OSError as e:
+        raise SystemExit(f"error: torchrun does not answer at {host}:{port} ({e}): it was killed "
+                         "perhaps") from None
 
 
 def watch(store):

@@ -7,13 +7,17 @@ The idea. A folder belongs to one run and one process; of several ranks (support
 rank 0 writes and prints. A checkpoint knows how long log and samples were when it was written, and
 a resumed run cuts them back to that: wherever a run was cut, its files end as if it had not been. A
 model's folder holds a list of what a run wrote there, for which step: only that is ever removed.
+No link in it is followed where something is written (support/checkpoint.py has how).
 What cannot be printed is dropped: the log is the record. On a terminal the last line is written
 again and again, elsewhere a step is a line. Nothing here knows what is trained.
 """
+import errno
+import functools
 import json
 import os
 import signal
 import sys
+import threading
 import time
 from contextlib import contextmanager, suppress
 
@@ -21,6 +25,9 @@ import torch
 
 from support import parallel
 from support.checkpoint import (
+    HELD,
+    UNFINISHED,
+    open_to_append,
     read_checkpoint,
     remove,
     sync,
@@ -28,19 +35,22 @@ from support.checkpoint import (
     write_checkpoint,
     write_text,
 )
-from support.jsonfile import printable, read_json, shown
+from support.jsonfile import check_shape, harmless, printable, read_json, shown
 
 try:
     import fcntl
 except ImportError:  # Windows: two processes with one out_dir go unnoticed
     fcntl = None
 
-HELD = {}  # out_dir -> its file descriptor, open until this process ends
 GROWING = ("log.jsonl", "samples.txt")
 FILES = ("ckpt.pt", "ckpt-previous.pt", *GROWING, "config.json")
 MODELS = ("model", "best")
 ADAPTERS = ("adapter", "adapter-best")  # of LoRA: what was added to make model/ and best/
 FOLDERS = (*MODELS, *ADAPTERS, "tensorboard")
+# what is saved with a model, as it stood beside the weights where it came from
+BESIDE = ("generation_config.json", "tokenizer.json", "tokenizer_config.json",
+          "special_tokens_map.json", "added_tokens.json", "vocab.json", "merges.txt",
+          "chat_template.jinja", "chat_template.json")
 LIST = "run.json"  # in FOLDERS: the step of the model, its reward, the names of the run's files
 LAYOUT = dict(step=int, memory=dict, learner=dict, config=dict, identity=dict, sizes=dict)
 SIGNALS = [getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGHUP")
@@ -50,10 +60,10 @@ SIGNALS = [getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGHUP")
 # what is printed
 
 def tell(text, stream=None):
-    """Print a line, which stays. Where that fails (a broken pipe, a full device, a closed stream)
-    the line and all that follow are dropped: no reason to stop."""
+    """Print a line, which stays; control characters are escaped. Where that fails (a broken pipe, a
+    full device, a closed stream) the line and all that follow are dropped: no reason to stop."""
     LAST.wipe()
-    put(text + "\n", stream or sys.stdout)
+    put(harmless(text) + "\n", stream or sys.stdout)
 
 
 def progress(text, end):
@@ -149,6 +159,26 @@ def open_streams():
 
 
 @contextmanager
+def muted():
+    """Nothing is printed to stderr in here: a library in Rust prints its stack before it raises."""
+    try:
+        before = os.dup(2)
+    except OSError:  # it is closed
+        before = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(nowhere(), 2)
+    try:
+        yield
+    finally:
+        os.dup2(before, 2)
+        os.close(before)
+
+
+@functools.cache
+def nowhere():
+    return os.open(os.devnull, os.O_WRONLY)
+
+
+@contextmanager
 def one_line_errors(*kinds, also=None):
     """Exceptions of these kinds end the program with one line, an interrupt with 130. also(): what
     the line says behind that."""
@@ -171,27 +201,101 @@ def one_line_errors(*kinds, also=None):
 # others' code, such as a reward
 
 def failures():
-    """What to catch where it is called and its failure is none of this program. A KeyboardInterrupt
-    too where a Run handles signals, as no Ctrl-C raises it there."""
-    kinds = (Exception, SystemExit)
-    if signal.getsignal(signal.SIGINT) != signal.default_int_handler:
-        kinds += (KeyboardInterrupt,)
-    return kinds
+    """What to catch where it is called and its failure is none of this program: all that it may
+    raise, but for a Ctrl-C. Where a Run handles signals, none raises KeyboardInterrupt."""
+    raised = sys.exc_info()[0]  # what is to be caught
+    real = signal.getsignal(signal.SIGINT) == signal.default_int_handler
+    if raised and issubclass(raised, KeyboardInterrupt) and real:
+        return ()
+    return BaseException
+
+
+def matmul_precision():
+    try:
+        return torch.get_float32_matmul_precision()
+    except RuntimeError:  # older and newer names for it were both used
+        return "mixed"
+
+
+def timer(on=None):
+    """Is one on that will send SIGALRM? on=False: stop it."""
+    if on is False:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+    return signal.getitimer(signal.ITIMER_REAL)[0] > 0
+
+
+def current_folder(path=None):
+    """-> it, "" where it is gone. path: go there."""
+    with suppress(FileNotFoundError):
+        if path:
+            os.chdir(path)
+        return os.getcwd()
+    return ""
+
+
+# what others' code may set for all of the process: how to ask for it, how to set it back
+SHARED = [
+    (current_folder, current_folder),
+    (torch.get_default_dtype, torch.set_default_dtype),
+    (torch.get_default_device, lambda device: torch.set_default_device(None)),
+    (matmul_precision, torch.set_float32_matmul_precision),
+    (torch.get_num_threads, torch.set_num_threads),
+    (torch.get_deterministic_debug_mode, torch.set_deterministic_debug_mode)]
+SHARED += [(functools.partial(torch.is_autocast_enabled, kind),
+            functools.partial(torch.set_autocast_enabled, kind)) for kind in ("cpu", "cuda")]
+SHARED += [(functools.partial(signal.getsignal, number), functools.partial(signal.signal, number))
+           for number in (*SIGNALS, *filter(None, [getattr(signal, "SIGALRM", None)]))]
+if hasattr(signal, "setitimer"):
+    SHARED.append((timer, timer))
 
 
 @contextmanager
 def settings_kept():
-    """What somebody's own code sets in torch for all the process is set back: the run is not to
-    learn without gradients, or in another dtype."""
-    grad, dtype = torch.is_grad_enabled(), torch.get_default_dtype()
-    device = torch.get_default_device()
+    """What somebody's own code sets for all of the process is set back: the run is not to learn
+    without gradients, in another precision, or deaf to signals. A child that such code forks and
+    lets come back here ends, as there would be two runs."""
+    before, pid, grad = [get() for get, _ in SHARED], os.getpid(), torch.is_grad_enabled()
     try:
-        yield
+        # when this one ends, others that were begun in it are over too
+        with torch.inference_mode(torch.is_inference_mode_enabled()):
+            torch.set_grad_enabled(grad)
+            yield
     finally:
-        torch.set_grad_enabled(grad)
-        torch.set_default_dtype(dtype)
-        if torch.get_default_device() != device:
-            torch.set_default_device(None)
+        if os.getpid() != pid:
+            e = sys.exc_info()[1]
+            code = e.code if isinstance(e, SystemExit) else int(e is not None)
+            os._exit(code if isinstance(code, int) else bool(code))
+        for (get, set_back), value in zip(SHARED, before):
+            if get() != value:
+                set_back(value)
+
+
+FORKING = threading.local()  # mask: of signals, before a fork
+
+
+def before_fork():
+    """A signal that is sent to the child at once waits until the child answers for itself."""
+    FORKING.mask = signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
+
+
+def after_fork():
+    signal.pthread_sigmask(signal.SIG_SETMASK, FORKING.mask)
+
+
+def in_child():
+    """What a process does not share that others' code forks: a run's lock and what it does on a
+    signal. A child could not be ended, or would hold out_dir longer than the run."""
+    for number in SIGNALS:
+        if getattr(signal.getsignal(number), "__func__", None) is Run.on_signal:
+            default = signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL
+            signal.signal(number, default)
+    while HELD:
+        os.close(HELD.popitem()[1])
+    after_fork()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(before=before_fork, after_in_parent=after_fork, after_in_child=in_child)
 
 
 # the machine
@@ -225,7 +329,7 @@ def choose_device(c):
 
 def hold(out_dir):
     """Lock out_dir for this process until it ends, however it ends. -> its descriptor. Raises
-    ValueError if another one has it."""
+    ValueError if another one has it; that a file system has no locks is said."""
     where = os.path.realpath(out_dir)
     if fcntl is None:
         return None
@@ -235,11 +339,19 @@ def hold(out_dir):
         return HELD[where]
     try:
         fcntl.flock(folder, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError:
-        os.close(folder)
-        raise ValueError(f"out_dir {out_dir!r} is in use by another process") from None
+    except OSError as e:
+        if e.errno in (errno.EWOULDBLOCK, errno.EACCES):
+            os.close(folder)
+            raise ValueError(f"out_dir {out_dir!r} is in use by another process") from None
+        tell_once("out_dir is on a file system that cannot lock a folder "
+                  f"({e.strerror}): see to it that no other process uses it")
     HELD[where] = folder
     return folder
+
+
+@functools.cache
+def tell_once(text):
+    tell(text)
 
 
 def is_of_a_run(path):
@@ -251,15 +363,22 @@ def is_of_a_run(path):
 
 
 def read_beside(folder):
-    """{name: bytes} of what stands beside the weights in a model's folder: tokenizer, chat
-    template, generation_config.json. Read once, as the folder may go while a run lasts."""
-    found = {}
-    for name in sorted(os.listdir(folder)):
+    """{name: bytes} of BESIDE in a model's folder. Read once, as the folder may go while a run
+    lasts. Raises ValueError for a link out of it, but for those of the hub's own store, as what is
+    copied may be shown to others."""
+    found, inside = {}, [os.path.realpath(folder)]
+    above = os.path.dirname(inside[0])
+    if os.path.basename(above) == "snapshots":
+        inside.append(os.path.join(os.path.dirname(above), "blobs"))
+    for name in BESIDE:
         path = os.path.join(folder, name)
-        beside = name.endswith((".json", ".jinja")) and not name.endswith(".index.json")
-        if beside and name not in ("config.json", LIST) and os.path.isfile(path):
-            with open(path, "rb") as f:
-                found[name] = f.read()
+        if not os.path.isfile(path):
+            continue
+        if os.path.dirname(os.path.realpath(path)) not in inside:
+            raise ValueError(f"{path} is a link out of the model's folder, and would be copied to "
+                             "where the model is saved: put the file itself there")
+        with open(path, "rb") as f:
+            found[name] = f.read()
     return found
 
 
@@ -280,6 +399,18 @@ def read_list(folder):
     if not all(os.path.isfile(os.path.join(folder, name)) for name in names):
         step = None
     return step, names
+
+
+def remove_listed(folder):
+    """Remove what a run wrote to a folder; what else is there may be somebody's own."""
+    for name in read_list(folder)[1]:
+        remove(os.path.join(folder, name))
+
+
+def step_of(path, names):
+    """The step of the models in these folders of a run; None unless all are whole and of one."""
+    steps = {read_list(os.path.join(path, name))[0] for name in names}
+    return steps.pop() if len(steps) == 1 else None
 
 
 def difference(was, c, identity, equal, where):
@@ -304,18 +435,21 @@ class Run:
     c: namespace with out_dir, resume, overwrite, steps and whatever else the run is made of.
     may_change: keys that a resumed run may have set differently. identity: {key of c: fingerprint
     of the files that it names}, part of the run where their names and places are not. inputs: {key
-    of c: path of what is read}, of which "model" is the folder that the model is loaded from. step:
-    steps done. memory: what later steps must know beside the learner; JSON. learner: what `save`
-    was given, after a resume. signal: the number of the last one that came, or 0; interrupted: of
-    the one that ends the run after this step. writes: is this rank 0? tracker: is told what is
-    logged. replaced: key of a file that is another than before, until the log says so.
+    of c: path of what is read}, of which "model" is the folder that the model is loaded from.
+    shapes: what memory holds once a step is done, as check_shape has it. folder: where out_dir is,
+    whatever the current folder is later. step: steps done. memory: what later steps must know
+    beside the learner; JSON. learner: what `save` was given, after a resume. signal: the number of
+    the last one that came, or 0; interrupted: of the one that ends the run after this step. writes:
+    is this rank 0? tracker: is told what is logged. replaced: key of a file that is another than
+    before, until the log says so.
 
     Raises, before anything is written, ValueError if the folder holds another run, what the run
     reads or files that no run made, is in use, or holds a checkpoint that is damaged or of other
     settings; FileNotFoundError if there is none."""
 
-    def __init__(self, c, may_change, identity=None, inputs=None):
+    def __init__(self, c, may_change, identity=None, inputs=None, shapes=None):
         self.c, self.may_change, self.identity = c, may_change, identity or {}
+        self.folder, self.shapes = os.path.realpath(c.out_dir), shapes or {}
         self.step, self.memory, self.learner = 0, {}, None
         self.held, self.signal, self.interrupted = None, 0, 0
         self.beside, self.tracker, self.replaced = {}, None, ""
@@ -327,12 +461,14 @@ class Run:
         self.check_inputs(inputs or {})
         if inputs:
             self.beside = read_beside(inputs["model"])
-        if self.writes and os.path.isdir(c.out_dir):
+        if self.writes and os.path.isdir(self.folder):
             self.held = hold(c.out_dir)
         if c.resume:
             self.read_checkpoint()
         elif self.writes:
             self.check_free()
+        if self.writes:
+            self.check_links()
         self.first = self.step  # at which this process began
 
     @property
@@ -344,7 +480,7 @@ class Run:
         return self.step >= self.c.steps
 
     def path(self, name):
-        return os.path.join(self.c.out_dir, name)
+        return os.path.join(self.folder, name)
 
     def check_inputs(self, inputs):
         """Raise ValueError where a run would write over what it reads."""
@@ -387,6 +523,17 @@ class Run:
             raise ValueError(f"out_dir {out_dir!r} holds another run: say --resume=True, "
                              "--overwrite=True, or another --out_dir")
 
+    def check_links(self):
+        """Raise ValueError for a link where this run would write: whoever made it may have meant a
+        file of somebody else. (A later one is not followed either, see folder_of.)"""
+        names = [*FILES, *FOLDERS, "wandb", *(os.path.join(folder, name) for folder in FOLDERS
+                                              for name in self.files_of(folder))]
+        for known in names:
+            for name in (known, known + UNFINISHED):
+                if os.path.islink(self.path(name)):
+                    raise ValueError(f"out_dir {self.c.out_dir!r} holds {name}, which is a link, "
+                                     "and nothing is written through one: choose another --out_dir")
+
     def nothing_saved(self):
         """Did the run in out_dir end before its first evaluation was logged? It counts as none."""
         if any(os.path.lexists(self.path(name)) for name in ("ckpt.pt", "ckpt-previous.pt")):
@@ -413,6 +560,14 @@ class Run:
         if min(state["step"], *(n if type(n) is int else -1 for n in sizes)) < 0:
             raise ValueError(f"resume: {path}: step {state['step']} and sizes {sizes!s:.100} must "
                              f"be whole numbers from 0; {self.older()}")
+        try:
+            json.dumps(state["memory"], allow_nan=False)
+            maybe = "" if state["step"] else "?"  # before the first step there is less
+            check_shape(state["memory"], {key + maybe: shape for key, shape in self.shapes.items()},
+                        "memory")
+        except (ValueError, TypeError, RecursionError) as e:
+            raise ValueError(f"resume: {path}: memory is not what a run keeps: {e!s:.300}; "
+                             f"{self.older()}") from None
         known = self.identity.keys() & state["identity"].keys()  # may have moved
         other = difference(
             dict(state["config"], identity=state["identity"]), c, identity=self.identity,
@@ -439,38 +594,34 @@ class Run:
     def cut_back(self, name):
         """Cut a file that grows back to what the checkpoint knows."""
         path, size = self.path(name), self.sizes[name]
-        there = 0
-        if os.path.exists(path):
-            if not os.path.isfile(path):  # a FIFO would be waited for
-                raise ValueError(f"resume: {path} is no regular file")
-            there = os.path.getsize(path)
-        if there < size:
-            tell(f"{path} lacks some of what was written before step {self.step}")
-            with open(path, "ab+") as f:
-                f.seek(0)
-                size = f.read().rfind(b"\n") + 1  # not half a line
-        with open(path, "ab") as f:
-            f.truncate(size)
+        try:
+            with open_to_append(path) as f:
+                if f.tell() < size:
+                    tell(f"{path} lacks some of what was written before step {self.step}")
+                    f.seek(0)
+                    size = f.read().rfind(b"\n") + 1  # not half a line
+                f.truncate(size)
+        except OSError as e:
+            raise OSError(f"resume: {e}") from None
 
     def open(self):
         """Make out_dir, clear it of an old run if that was asked for, cut log and samples back to
         the step that is resumed; from here on a signal ends the run after its step."""
-        self.began = time.time()
+        self.began = time.monotonic()
         parallel.gather(None)  # all ranks have read what they need
         for number in SIGNALS:
             if signal.getsignal(number) != signal.SIG_IGN or number == signal.SIGINT:  # nohup
                 signal.signal(number, self.on_signal)
         if not self.writes:
             return
-        os.makedirs(self.c.out_dir, exist_ok=True)
-        self.held = hold(self.c.out_dir)
+        os.makedirs(self.folder, exist_ok=True)
+        self.held = hold(self.folder)
         if self.learner is None:
             self.check_free()  # another run may have begun and ended here since
             for name in FILES[:-1]:  # checkpoints first, the settings stay until they change
                 remove(self.path(name))
-            for folder in FOLDERS:  # what else is there may be somebody's own
-                for name in read_list(self.path(folder))[1]:
-                    remove(os.path.join(self.path(folder), name))
+            for folder in FOLDERS:
+                remove_listed(self.path(folder))
         else:
             for name in GROWING:
                 self.cut_back(name)
@@ -508,7 +659,7 @@ class Run:
         if self.held is None:
             return True
         try:
-            return os.path.samestat(os.fstat(self.held), os.stat(self.c.out_dir))
+            return os.path.samestat(os.fstat(self.held), os.stat(self.folder))
         except OSError:
             return False
 
@@ -524,10 +675,10 @@ class Run:
         if not self.writes:
             return
         try:
-            with open(self.path(name), "a", encoding="utf-8", errors="backslashreplace") as f:
-                f.write(text)
+            with open_to_append(self.path(name)) as f:
+                f.write(text.encode("utf-8", "backslashreplace"))
         except OSError as e:
-            raise OSError(f"could not write {self.path(name)}: {e.strerror}") from None
+            raise OSError(f"could not write {self.path(name)}: {e.strerror or e}") from None
 
     def log(self, kind, numbers):
         """Add a line to log.jsonl and tell the tracker. Raises FloatingPointError for a number that
@@ -553,7 +704,7 @@ class Run:
     def minutes_left(self):
         """After the step in progress, at the pace of this process so far."""
         done, left = self.step + 1 - self.first, self.c.steps - self.step - 1
-        return (time.time() - self.began) / done * left / 60
+        return (time.monotonic() - self.began) / done * left / 60
 
     def save(self, learner):
         """Write the checkpoint; the one before it becomes ckpt-previous.pt. learner: dict of

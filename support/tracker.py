@@ -15,7 +15,7 @@ import importlib
 import os
 
 from support.jsonfile import reason
-from support.run import LIST, failures, read_list, tell
+from support.run import LIST, failures, read_list, settings_kept, tell
 
 
 class TensorBoard:
@@ -46,7 +46,7 @@ class WandB:
     def __init__(self, run):
         import wandb
         self.run = wandb.init(
-            id=run.memory.get("wandb"), resume="allow", dir=run.c.out_dir, name=run.c.out_dir,
+            id=run.memory.get("wandb"), resume="allow", dir=run.folder, name=run.c.out_dir,
             config=vars(run.c), allow_val_change=True, settings=wandb.Settings(console="off"))
         run.memory["wandb"] = self.run.id
         self.run.define_metric("step")
@@ -66,7 +66,8 @@ def check_tracker(name):
     if name == "none":
         return
     try:
-        importlib.import_module(name)
+        with settings_kept():
+            importlib.import_module(name)
     except failures() as e:  # whatever a broken installation raises
         raise ValueError(f"tracker={name} needs the package {name} (pip install {name}); "
                          f"--tracker=none does without: {reason(e)}") from None
@@ -93,7 +94,8 @@ class Tracker:
 
     def attempt(self, act, *args):
         try:
-            act(*args)
+            with settings_kept():
+                act(*args)
         except failures() as e:
             self.to = None
             tell(f"{self.name} failed and gets no more numbers, log.jsonl has them all: "

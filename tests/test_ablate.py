@@ -20,6 +20,7 @@ import pytest
 import train
 from conftest import ROOT
 from experiments import ablate, curves, logs
+from support.checkpoint import read_checkpoint, write_checkpoint
 
 
 def made(steps, seed=0, gap=1e-6, peak=None, accept=True, kept=100, start=0.25, **end):
@@ -173,7 +174,7 @@ NAIVE = "config/naive.py"
     (["--table"], "looked for log.jsonl, ARM/SEED/log.jsonl and ARM-SEED.jsonl"),
     ([NAIVE, "--group=1"], "group must be at least 2"),
     (["config/tis.py --learner=shadow"], "both are one policy"),
-    (["config/dpo.py --correction=tis --learner=dense"], "does not have"),
+    (["config/dpo.py --correction=tis --learner=dense"], "does not use it"),
     ([NAIVE, "--compare=naive/smd/dense"], "compare: no arm 'smd', only naive"),
     ([NAIVE, "config/smd.py", "--compare=naive/smd/Dense"], "compare 'naive/smd/Dense': write"),
     ([NAIVE, "config/smd.py", "--compare=naive-smd/dense"], "write ARM/OTHER/compressed or"),
@@ -241,6 +242,38 @@ def test_what_a_run_needs(tmp_path):
     assert ablate.decide(run, c) is None
 
 
+def test_a_run_whose_last_checkpoint_is_gone(tmp_path, monkeypatch):
+    """It goes on from the one before, where that is whole; the control begins anew."""
+    _, configs = ablate.request(["config/naive.py"], ["--steps=4", "--device=cpu"], range(1))
+    c, run = configs["naive"], tmp_path / "run"
+    put(run, made(4)[:-2], **vars(c) | dict(seed=5, out_dir=str(run), dtype="float32"))
+    (run / "ckpt-previous.pt").write_text("damaged")
+    assert ablate.decide(run, c) == "--overwrite=True"
+    write_checkpoint(str(run / "ckpt-previous.pt"), dict(step=2))
+    assert ablate.decide(run, c) == "--resume=True"
+    (tmp_path / "fake.py").write_text("")
+    monkeypatch.setattr(ablate, "TRAIN", str(tmp_path / "fake.py"))
+    ablate.launch(str(run), ["--overwrite=True"], 1, None).wait()
+    assert not (run / "ckpt.pt").exists()
+    ablate.launch(str(run), ["--resume=True"], 1, None).wait()
+    assert read_checkpoint(str(run / "ckpt.pt")) == dict(step=2)
+    assert not (run / "ckpt-previous.pt").exists()
+
+
+@pytest.mark.parametrize("name", ["model", "adapter"])
+def test_both_models_of_a_lora_run_count(name, tmp_path):
+    _, configs = ablate.request(["config/naive.py"], ["--steps=4", "--lora_rank=4"], range(1))
+    c, run = configs["naive"], tmp_path / "run"
+    put(run, made(4), **vars(c) | dict(seed=5, out_dir=str(run)))
+    (run / "ckpt.pt").touch()
+    for each in ("model", "adapter"):
+        (run / each).mkdir()
+        (run / each / "run.json").write_text(json.dumps(dict(step=4, files=["run.json"])))
+    assert ablate.decide(run, c) is None  # the control
+    (run / name / "run.json").unlink()
+    assert ablate.decide(run, c) == "--resume=True"
+
+
 @pytest.fixture
 def fake(tmp_path, monkeypatch):
     """ablate on a made train.py and two cards.
@@ -288,7 +321,7 @@ def test_a_failing_run_stops_no_other(fake, capsys):
     assert code == 0 and done == ["naive--seed=3", "shadow--seed=3"]
     assert cells((out / "table.md").read_text())["naive"]["seeds"] == "4"
     code, calls = run("--seeds=3", "--lr=1e-5")
-    assert code.startswith("error: lr was 0.0003 in the run") and not calls
+    assert code.startswith("error: lr was 0.0006 in the run") and not calls
     code, calls = run("--seeds=1", "--steps=13")  # longer: what cannot go on starts again
     assert code == 0 and len(calls) == 2 and main("--table", f"--out={out}") == 0
     text = (out / "table.md").read_text()
@@ -314,13 +347,32 @@ def test_lean_runs_keep_their_logs_alone(fake):
     assert run("--seeds=2") == (0, [])  # nothing is run again for want of weights
 
 
+def test_lean_leaves_what_no_run_wrote(fake):
+    """In its folders and beside them, and what a link leads to."""
+    out, run = fake
+    assert run("--seeds=1")[0] == 0
+    path, elsewhere = out / "shadow" / "0", out / "elsewhere"
+    mine = ["model/notes.txt", "ckpt-kept-by-me.pt", "adapter/adapter_model.safetensors"]
+    for name in mine:
+        (path / name).write_text("mine")
+    shutil.move(path / "best", elsewhere)
+    (elsewhere / "run.json").write_text('{"step": 12, "files": ["theirs", "run.json"]}')
+    (elsewhere / "theirs").write_text("theirs")
+    (path / "best").symlink_to(elsewhere)
+    assert run("--seeds=1", "--lean=True") == (0, [])
+    assert all((path / name).read_text() == "mine" for name in mine)
+    assert set(os.listdir(path / "model")) == {"notes.txt"}  # the run's own list is gone
+    assert not (path / "ckpt.pt").exists() and not (path / "ckpt-previous.pt").exists()
+    assert set(os.listdir(elsewhere)) == {"run.json", "theirs"}
+
+
 def test_weights_that_cannot_be_deleted_stop_nothing(fake, monkeypatch, capsys):
     out, run = fake
 
     def busy(path):
-        raise OSError(39, "Directory not empty")
+        raise OSError(13, "Permission denied")
 
-    monkeypatch.setattr(shutil, "rmtree", busy)
+    monkeypatch.setattr(ablate, "remove", busy)
     code, calls = run("--seeds=1", "--lean=True")
     assert code == 0 and len(calls) == 2
     said = capsys.readouterr()
@@ -478,6 +530,41 @@ def test_no_run_outlives_a_kill(tmp_path, monkeypatch):
     assert outlives(tmp_path / "naive" / "1", tmp_path)     # control
 
 
+@pytest.mark.parametrize("place", ["naive", "naive/0", "naive/0/train.log"])
+def test_no_run_is_written_through_a_link(place, fake, tmp_path):
+    out, run = fake
+    victim = tmp_path / "victim"
+    (out / place).parent.mkdir(parents=True, exist_ok=True)
+    (out / place).symlink_to(victim)
+    if place.endswith("log"):
+        victim.write_text("theirs")
+    else:
+        victim.mkdir()
+    code, calls = run("--seeds=1")
+    assert code.startswith(f"error: {out / place} is a link, and nothing is written") and not calls
+    assert victim.read_text() == "theirs" if place.endswith("log") else not os.listdir(victim)
+
+
+def test_names_that_a_terminal_would_obey(tmp_path, capsys):
+    """Those of folders, which anybody may have made; escaped in the table's file as well."""
+    put(tmp_path / "a\x1b[2J\x07b" / "0", made(4))
+    assert main("--table", f"--out={tmp_path}") == 0
+    text = (tmp_path / "table.md").read_text()
+    assert "| a\\x1b[2J\\x07b | 1 |" in text and text in capsys.readouterr().out
+    assert not [x for x in text if ord(x) < 32 and x != "\n"]
+
+
+def test_a_clock_that_goes_back(fake, capsys, monkeypatch):
+    out, run = fake
+    (out / "mended").touch()
+    moment = time.time()
+    clock = iter(range(10**6))
+    monkeypatch.setattr(time, "time", lambda: moment - 3600 * next(clock))
+    assert run("--seeds=1")[0] == 0
+    said = capsys.readouterr().out
+    assert said.count("ended after 0.") == 2 and " ended after -" not in said
+
+
 def test_one_folder_belongs_to_one_process(fake):
     out, run = fake
     (out / "naive" / "0").mkdir(parents=True)
@@ -582,7 +669,7 @@ def test_a_real_run(tmp_path, monkeypatch):
     log = out / "naive,budget=30" / "0" / "log.jsonl"
     time_before = os.stat(log).st_mtime_ns
     assert main(*argv) == 0 and os.stat(log).st_mtime_ns == time_before
-    assert main(*argv, "--lr=1e-5").startswith("error: lr was 0.0003")
+    assert main(*argv, "--lr=1e-5").startswith("error: lr was 0.0006")
 
 
 # what is counted

@@ -3,12 +3,16 @@ data/answers.py: every rule of RULES against a table of texts. What a text is wo
 down before the rules were run: what a careful teacher would pay, who would rather miss a right
 answer than pay a wrong one.
 """
+import importlib.util
 import random
+import signal
+import threading
 import time
 from collections import Counter
 
 import pytest
 
+from data import answers
 from data.answers import RULES, after_thought
 
 # rule: (kind of difficulty, gold answer, text of the response, is it right?)
@@ -256,6 +260,42 @@ TABLE = {
         ("markdown", "1", "He grows 12.\n\n**1**", 1),
         ("markdown", "42", "He has 40.\n\\boxed{42}", 1),
         ("LaTeX", "10", "10 digits of pi.\n\\boxed{10}", 1),
+        ("sign", "-5", "is -**5**", 1),
+        ("sign", "-5", "-$5$", 1),
+        ("sign", "-5", "It fell -**5** degrees", 1),
+        ("sign", "5", r"It fell -\,5 degrees", 0),
+        ("sign", "-5", "It is at {-}5", 1),
+        ("decimal", "3.5", "3{.}5", 1),
+        ("decimal", "5", "3{.}5", 0),
+        ("LaTeX", "2", "H<sub>2</sub>O", 0),
+        ("sign", "-6", "_-6_", 1),
+        ("sign", "6", "_-6_", 0),
+        ("sign", "-5", r"is \text{-}5", 1),
+        ("sign", "-5", "is &minus;5", 1),
+        ("sign", "5", r"\frac{1}{2}-5", 0),
+        ("sign", "5", "---\n5", 1),
+        ("sign", "5", "- - -\n5", 1),
+        ("sign", "5", "x:\n\n- 5", 1),
+        ("sign", "5", "room-5", 1),
+        ("sign", "5", "> - 5", 1),
+        ("decimal", "0.5", r"\mathbf{0}.5", 1),
+        ("decimal", "5", r"\mathbf{0}.5", 0),
+        ("markdown", "5", "It is _5_ apples.", 1),
+        ("thousands", "1234567", r"1,\!234,\!567", 1),
+        ("thousands", "567", r"1,\!234,\!567", 0),
+        ("thousands", "234567", r"1,\!234,\!567", 0),
+        ("thousands", "58500.25", r"58,\!500.25", 1),
+        ("thousands", "1234567", "12,34,567", 1),
+        ("thousands", "567", "12,34,567", 0),
+        ("thousands", "100000", "1,00,000", 1),
+        ("thousands", "500", "0,500", 0),
+        ("thousands", "56", "1.234,56", 0),
+        ("thousands", "100", "100 100", 1),
+        ("unit", "90", r"90^\circ", 1),
+        ("unit", "90", r"90^{\circ}", 1),
+        ("LaTeX", "12", r"\frac12", 0),
+        ("LaTeX", "4", "10<sup>4</sup>", 0),
+        ("LaTeX", "10000", "10<sup>4</sup>", 1),
     ],
     "boxed": [
         ("LaTeX", "42", r"\boxed{42}", 1),
@@ -418,7 +458,8 @@ TABLE = {
         ("word", "no", r"\boxed{\text{no one}}", 0),
         ("word", "Tuesday", r"\boxed{\mbox{Tuesday}}", 1),
         ("nothing", "42", r"\boxed{}\boxed{42}", 0),
-        ("nothing", "42", r"\fbox{42}", 0),
+        ("nothing", "42", r"\fbox{42}", 1),
+        ("LaTeX", "42", r"\boxed{\text{The answer is } 42}", 1),
         ("nothing", "42", r"\boxed 42", 0),
         ("nothing", "42", r"\boxedx{42}", 0),
         ("leak", "42", r"\boxed{42}{41}", 0),
@@ -556,6 +597,64 @@ TABLE = {
         ("fraction", r"\frac{\frac{1}{2}}{3}", r"\boxed{\frac{1}{\frac{2}{3}}}", 0),
         ("LaTeX", "42", r"\begin{aligned} x &= 6 \cdot 7 \\ &= \boxed{42} \end{aligned}", 1),
         ("hedge", "42", "\\boxed{41}.\n\n\\boxed{42}", 0),
+        *[("decimal", gold, rf"\boxed{{{found}}}", right) for found, whole, part in (
+            (".5", "5", "0.5"), (r"\$.50", "50", "0.5"), (".05", "5", "0.05"), (".5%", "5", "0.5"),
+            ("-.5", "5", "-0.5"), ("x = .5", "5", "0.5"), ("$.5$", "5", "0.5"),
+            ("(.5)", "5", ".5"),
+            (r".5 \text{ km}", "5", ".5"), (r"-\$.50", "50", "-.5"), (r"\text{.5}", "5", "0.5"),
+            (r"\text{Answer: }.5", "5", ".5"), (r"\displaystyle.5", "5", ".5"), ("{.5}", "5", ".5"))
+          for gold, right in ((whole, 0), (part, 1))],
+        *[("sign", gold, rf"\boxed{{{found}}}", right) for found in (
+            " - 5", "- 5", r"-\,5", r"\text{-}5", r"-\text{5}", "$- 5$", "\n- 5\n", "( - 5 )",
+            "{-}5", "minus 5", r"\text{negative 5}", "x = - 5", r"-\$5", r"\text{Answer: } - 5",
+            r"-5^\circ") for gold, right in (("-5", 1), ("5", 0))],
+        ("decimal", ".5", r"\boxed{0.5}", 1),
+        ("decimal", "5", r"is .\boxed{5}", 0),
+        ("decimal", "5", r"\boxed{. 5}", 0),
+        ("decimal", "5", r"\boxed{...5}", 0),
+        ("sign", "5", r"\boxed{5-}", 0),
+        ("sign", "5", r"\boxed{±5}", 0),
+        ("thousands", "1234567", r"\boxed{12,34,567}", 1),
+        ("thousands", "500", r"\boxed{0,500}", 0),
+        ("several answers", r"(58,\,500)", r"\boxed{(58,500)}", 1),
+        *[("unit", gold, text, right) for text in (
+            r"\boxed{90}^\circ", r"$\boxed{90}^{\circ}$", r"\boxed{90}°", r"\boxed{90°}",
+            r"\boxed{90\degree}", r"\boxed{90°C}", r"\boxed{90 ^\circ}", r"\boxed{x = 90^\circ}",
+            r"\boxed{\angle ABC = 90^\circ}")
+          for gold, right in (("90", 1), (r"90^\circ", 1), ("9", 0), ("91", 0))],
+        *[("unit", "90", text, 0) for text in (
+            r"\boxed{90}^2", r"\boxed{90}^{\circ}+1", r"\boxed{90°30'}", r"2\boxed{90}^\circ",
+            r"\boxed{90°\cdot 2}", r"\boxed{90°} or \boxed{91°}")],
+        *[("unit", gold, rf"\boxed{{{found}}}", right) for found in (
+            r"\text{12 dollars}", r"\text{\$12}", r"\mathrm{12\ cm}", r"12\ \mathrm{m/s^2}",
+            r"12\,\mathrm{cm}^{3}", r"12\ \text{cm}²", r"12\,\mathrm{kg}\cdot\mathrm{m}^2",
+            "12 km^2", r"12\,\mathrm{s}^{-1}", r"12\hspace{2mm}\text{km}", "€ 12", "12€",
+            r"\text{12 km/h}.", r"\text{Answer: }12", r"\text{Answer: 12}", r"\text{Total} = 12",
+            "x_1 = 12", "f(2) = 12", r"\theta = 12", r"\text{The final answer is: } 12",
+            r"\text{Area} = 12\text{ cm}^2", r"\left(12\right)", r"\textcolor{red}{12}",
+            r"{\bf 12}", r"\Large 12", r"\underline{12}", r"12\text{.}", "~12")
+          for gold, right in (("12", 1), ("2", 0))],
+        *[("unit", "12", rf"\boxed{{{found}}}", 0) for found in (
+            r"\text{12 million dollars}", r"\text{12 or 13}", r"\text{not 12}", r"\text{about }12",
+            r"\text{Not the answer: }12", r"\text{Wrong: }12", "11 = 12", "2x = 12", "x^2 = 12",
+            r"\log x = 12", r"\text{half is }12", r"\text{minus: }12", r"\text{Answer: }12x",
+            r"\text{Answers: }11, 12", r"\text{11 is }12", r"\sqrt{x} = 12", "less than: 12",
+            "12 m^2 million", "12 xy", "12 ab", r"12\,\mathrm{m} \cdot 2", "(12, 13)", "(1)2",
+            "[12]")],
+        *[("LaTeX", gold, text, right) for text in (
+            r"\fbox{4}", r"\framebox{4}", r"\boxed 4", r"\boxed4", r"So $\boxed 4$.", r"\fbox{$4$}",
+            r"\textcolor{red}{\boxed{4}}", r"{\Large \boxed{4}}")
+          for gold, right in (("4", 1), ("5", 0))],
+        *[("LaTeX", "4", text, 0) for text in (
+            r"\boxed 42", r"\boxed 4x", r"\boxed 4.5", r"-\boxed 4", r"\boxed 4, \boxed 5",
+            r"-\fbox{4}", r"\fbox{3} or \fbox{4}", r"\fboxsep{4}", r"\mbox{4}", r"\fbox{4",
+            r"\boxed{4} \fbox{5}")],
+        ("LaTeX", "x", r"\boxed x", 1),
+        ("LaTeX", "a", r"I put it in \boxed and", 0),
+        ("LaTeX", "x+1", r"\fbox{$x+1$}", 1),
+        ("LaTeX", r"2\sqrt{3}", r"\boxed{2\sqrt 3}", 1),
+        ("fraction", r"\frac{1}{2}", r"\boxed{\frac 12}", 1),
+        ("fraction", r"\frac{1}{72}", r"\boxed{\frac1{72}}", 1),
     ],
     "choice": [
         ("letter", "B", "B", 1),
@@ -793,7 +892,7 @@ TABLE = {
         ("nothing", "B", "Answer: none", 0),
         ("unicode", "B", "Answer：B", 1),
         ("unicode", "B", "“B”", 1),
-        ("unicode", "B", "答案是B", 0),
+        ("unicode", "B", "答案是B", 1),
         ("prompt echo", "B", "Which is right?\nA) x\nB) y\nAnswer:", 0),
         ("prompt echo", "A", "Which is right?\nA) x\nB) y\nAnswer:", 0),
         ("prompt echo", "B", "Which? (A) x (B) y (C) z", 0),
@@ -997,8 +1096,94 @@ TABLE = {
         ("letter", "IT", "it is", 0),
         ("letter", "A*", "grade A*", 1),
         ("letter", "A*", "grade A", 0),
+        ("decimal", "5 km", ".5 km", 0),
+        ("decimal", "5 km", "is ...5 km", 1),
+        ("sign", "5 km", "→ - 5 km", 0),
+        ("sign", "5 km", r"\approx-5 km", 0),
+        ("thousands", "58,500 men", r"58,\!500 men", 1),
+        ("thousands", "500 men", r"58,\!500 men", 0),
+        ("thousands", "500 men", "58'500 men", 0),
+        ("thousands", "234 men", "1 234 men", 0),
+        ("thousands", "34", "12,34,567 men", 0),
     ],
+    # what `boxed` pays too, and what only math-verify can tell
+    "math": [("LaTeX", gold, rf"\boxed{{{found}}}", right) for gold, found, right in (
+        ("42", "42", 1), ("42", r"42 \text{ km}", 1), ("42", "43", 0), ("42", "-42", 0),
+        ("42", r"42 \text{ million}", 0), ("42", r"42\text{k}", 0), ("42", r"\approx 42", 0),
+        ("42", "42...", 0), ("42", r"42 \text{ or more}", 0), ("42", "42, 43", 0),
+        ("42", r"42 \text{ or } 43", 0), ("42", r"\pm 42", 0), ("42", "x > 42", 0), ("42", "", 0),
+        ("42", r"6 \cdot 7", 1), ("42", "-(-42)", 1), ("500", r"58\,500", 0), ("500", "58 500", 0),
+        ("1/2", "0.5", 1), (r"\frac{1}{2}", r"\frac{2}{4}", 1), ("0.5", r"\frac12", 1),
+        ("1/2", "0.51", 0), ("1/2", "2", 0), ("0.33", r"\frac13", 0), (r"3\frac{1}{2}", "3.5", 1),
+        ("x+1", "1+x", 1), ("x+1", "x-1", 0), ("x+1", "y+1", 0), ("(x+1)^2", "x^2+2x+1", 1),
+        (r"2\sqrt{2}", r"\sqrt{8}", 1), (r"2\sqrt{2}", r"\sqrt{6}", 0), ("3xy", "3yx", 1),
+        (r"\frac{3\pi}{2}", r"\frac{3}{2}\pi", 1), (r"\frac{3\pi}{2}", r"\frac{3}{2\pi}", 0),
+        ("x/2", r"\frac{1}{2}x", 1), ("x/2", r"\frac{1}{2x}", 0), ("2^{10}", "1024", 1),
+        ("3,5", r"\{5, 3\}", 1), ("3,5", r"5\text{ and }3", 1), ("3,5", "3,5,7", 0),
+        ("(3,5)", "(5,3)", 0), ("[1,2)", "[1, 2)", 1), ("[1,2)", "(1,2)", 0), ("x=3", "3", 1),
+        ("Paris", r"\text{Paris}", 1), ("Paris", "Parsi", 0), ("even", "neve", 0), ("no", "on", 0),
+        ("B", r"\text{(B)}", 1), ("B", "C", 0))] + [
+        ("leak", "1/2", r"-\boxed{0.5}", 0), ("leak", "1/2", r"\boxed{0.5} or \boxed{0.6}", 0),
+        ("leak", "1/2", "0.5", 0), ("leak", "1/2", r"\boxed{0.5", 0),
+        ("thought", "1/2", r"<think>\boxed{0.5}</think>It is 0.5", 0)],
 }
+# kinds of which every member is tried, beside a value that would be paid by mistake
+LEADS = [r"\approx", r"\Rightarrow", r"\text{Answer: }", r"\displaystyle", r"\therefore ", r"\to",
+         r"\implies", r"\quad", r"\mathrm{is}", r"\rightarrow{}", r"\color{red}", r"\;", "$", r"\(",
+         r"\left(", "{", "(", "[", "_", "__", "**", "`", "=> ", "&=", "<b>", "{Answer: }", "&nbsp;",
+         "→", r"\hspace{1mm}", r"\textbf{The answer is: }", "{}"]
+APART = [f"{lead}{between}" for lead in ("is", "→", r"\approx", r"\implies", "=", "=>")
+         for between in (" - ", " -\n", " -\n\n", " -\r\n", " \u2013 ", r" -\,", " **- ", " $- ",
+                         r" \(- ", " -`")]
+VALUES = [r"\pi-5", r"2\pi - 5", "x^{2}-5", "f(x)-5", r"\theta - 5", r"\sqrt{-5}", r"\log(-5)",
+          r"\pm 5", r"\mp5", "+/- 5", "1/-5", "x_{-5}", "a_-5", "10^{-5}", "x - 5", r"\alpha5",
+          r"\frac52", r"\text{x}-5", "<sup>-</sup>5", "{0}.5", "\n\n-\n5"]
+SEPARATORS = [r",\!", r"{,}\!", r"\,\!", r",\,\!", r"\mathord{,}", r"\mathpunct{,}", r"\text{,}",
+              "{,}", "{,} ", r"\thickspace ", r"\medspace{}", r"\thinspace ", r"\ ", r"\;", "~",
+              r"{\,}", "{ , } ", r"{\small ,}", r"\hspace{1mm}", r"\space ", r"\kern1mu ",
+              r",\allowbreak ", r",\negthinspace ", "_", "'", "’", "‘", "ʼ", "′", "´", "＇",
+              "\u066c", "\u060c", "\u201a", "，", "<wbr>", ",<wbr>", "&thinsp;", "&nbsp;", "\u00a0",
+              "&#8239;", "\u2007", "\u2009", "\u200a", "\u202f", "\u3000", "\u200b"]
+LISTS = [",~", r",\,", r",\ ", ",&nbsp;", " ", "·", "\u2027", "\u30fb", "\u2024", "…", "\u0307"]
+SAYS = ["Antwort: {}", "Die richtige Antwort ist {}.", "Richtige Antwort: ({})", "{} ist richtig.",
+        "Also ist die Antwort ({}).", "Antwort: Option {}", "Ich wähle {}.", "**Antwort:** {}",
+        "Antwort: {}, weil es so ist.", "Réponse : {}", "La bonne réponse est la {}.",
+        "La réponse correcte est l'option {}.", "Réponse finale : {}",
+        "Réponse : {} parce que oui", "Respuesta: {}", "La respuesta correcta es la {}.",
+        "Respuesta correcta: {}", "{} es correcta.", "La opción correcta es {}.", "Risposta: {}",
+        "La risposta corretta è la {}.", "Resposta: {}", "A resposta é {}.", "Antwoord: {}",
+        "Odpowiedź: {}", "Svar: {}", "Cevap: {}", "Đáp án: {}", "Ответ: {}",
+        "Правильный ответ — {}", "答案是 {}", "答案：{}", "正确答案是{}。", "答案是（{}）",
+        "故选{}。", "答案是{}，因为。", "{}选项是正确的", "答えは{}です。", "正解は {}", "정답: {}",
+        "정답은 {}입니다."]
+DENIES = ["Antwort: nicht B", "Die Antwort ist nicht B.", "B ist falsch.", "Antwort: Berlin",
+          "Antwort: B ist falsch", "Die falsche Antwort ist B", "Antwort: B oder C",
+          "Antwort: B-Vitamine", "La réponse n'est pas B.", "Réponse : B est faux",
+          "La mauvaise réponse est B", "Réponse : B ou C", "La respuesta no es B.",
+          "Respuesta: B es falsa", "Respuesta: B y C", "La risposta non è B", "Resposta: B e C",
+          "答案不是B", "答案是B不对", "错误答案是B", "答案是 B 或 C", "答案是B类", "维生素B",
+          "Ответ: B или C", "Vitamin: B", "B would be correct if x.", "B is correlated with x.",
+          "B) nein\nAntwort: C", "B) ei\nVastaus: C", "B: nem\nVálasz: C", "(B) no\nAns C",
+          "B. όχι\n\nΑπάντηση: C"]
+for each in ("number", "contains"):
+    TABLE[each] += [("sign", gold, f"It is {lead}{found}" + ("}" if lead == "{" else ""), right)
+                    for lead in LEADS for found, gold, right in (
+                        ("-5", "-5", 1), ("-5", "5", 0), (".5", "0.5", 1), (".5", "5", 0),
+                        ("\u2212.5", "-0.5", 1), ("5", "5", 1))]
+    TABLE[each] += [("sign", gold, f"The value {lead}5", right)
+                    for lead in APART for gold, right in (("-5", 1), ("5", 0))]
+    TABLE[each] += [("sign", gold, f"It is {found}", 0) for found in VALUES for gold in ("5", "-5")]
+    TABLE[each] += [("thousands", gold, f"There are 58{mark}500 men.", right)
+                    for mark in SEPARATORS for gold, right in (("58500", 1), ("500", 0))]
+    TABLE[each] += [("thousands", gold, f"There are 58{mark}500 men.", 0)
+                    for mark in LISTS for gold in ("58500", "500")]
+TABLE["boxed"] += [("thousands", gold, rf"\boxed{{58{mark}500}}", right)
+                   for mark in SEPARATORS for gold, right in (("58500", 1), ("500", 0))]
+TABLE["boxed"] += [("thousands", gold, rf"\boxed{{58{mark}500}}", 0)
+                   for mark in LISTS for gold in ("58", "500")]
+TABLE["choice"] += [("language", gold, text.format(found), int(gold == found))
+                    for text in SAYS for gold, found in ("BB", "BC", "AA", "AC")]
+TABLE["choice"] += [("language", "B", text, 0) for text in DENIES]
 # the rules get these wrong, and are left so: the value is what a teacher would pay
 FOOLED = [
     ("number", "word", "42", "42 million", 0),
@@ -1008,10 +1193,16 @@ FOOLED = [
     ("boxed", "unit", "42", r"\boxed{42 \text{ gross}}", 0),
     ("boxed", "markdown", "42", r"Answer - \boxed{42}", 1),
     ("boxed", "unit", "42", r"\boxed{42}m", 1),
+    ("boxed", "unit", "42", r"\boxed{42 \frac{\text{m}}{\text{s}}}", 1),
+    ("number", "sign", "-5", r"\text{total}-5", 0),
+    ("contains", "decimal", "23", "It is 1,23 m.", 0),
+    ("math", "LaTeX", "42", r"\boxed{41 = 42}", 0),
+    ("math", "LaTeX", "5", r"\boxed{7 \to 5}", 0),
+    ("math", "unit", "12:30", r"\boxed{2/5}", 0),
+    ("choice", "language", "B", "Vastaus: B", 1),
     ("boxed", "leak", "42", r"(2)\boxed{42}", 0),
     ("boxed", "leak", "42", r"\boxed{42}(x+1)", 0),
     ("boxed", "fraction", "x^{1/2}", r"\boxed{x^\frac{1}{2}}", 1),
-    ("boxed", "LaTeX", "42", r"\boxed{\text{The answer is } 42}", 1),
     ("choice", "letter", "B", "Paris (B)", 1),
     ("choice", "letter", "B", "The answer is Paris (B).", 1),
     ("choice", "letter", "B", "The answer is Paris, which is option B.", 1),
@@ -1030,10 +1221,14 @@ FOOLED = [
     ("contains", "word", "no", "No one knows.", 0),
     ("contains", "several answers", "Paris", "Rome, Paris, Bonn", 0),
 ]
+if not importlib.util.find_spec("math_verify"):  # an optional package
+    del TABLE["math"]
 ROWS = [(rule, *row) for rule, rows in TABLE.items() for row in rows]
+FOOLED = [row for row in FOOLED if row[0] in TABLE]
 TEXTS = [text for _, _, _, text, _ in ROWS]
 UNREADABLE = {  # gold answers that a rule cannot read
-    "exact": ["", "...", "**"], "number": ["", "Paris", "3 or 4", "1/2"], "boxed": ["", "?", r"\,"],
+    "exact": ["", "...", "**"], "number": ["", "Paris", "3 or 4", "1/2", "1 234", "0,500"],
+    "boxed": ["", "?", r"\,"], "math": ["", "?", r"\,"],
     "choice": ["", "K", "Paris", "AB", "A or B", "2"], "contains": ["", "?", "..."]}
 
 
@@ -1049,7 +1244,7 @@ def mistakes(judge, rows=ROWS):
 def test_the_table():
     assert mistakes(judged) == []
     assert len(set(ROWS + FOOLED)) == len(ROWS + FOOLED) > 600
-    for rule in RULES:
+    for rule in TABLE:
         right = [row[4] for row in ROWS if row[0] == rule]
         assert min(right.count(0), right.count(1)) >= 20
 
@@ -1074,7 +1269,7 @@ def test_careless_rules_are_fooled(name):
     assert len(mistakes(judge)) >= least
 
 
-@pytest.mark.parametrize("rule", RULES)
+@pytest.mark.parametrize("rule", TABLE)
 def test_a_gold_answer_that_cannot_be_read_earns_nothing(rule):
     for gold in UNREADABLE[rule]:
         assert not any(judged(rule, gold, text) for text in [*TEXTS, gold, f"\\boxed{{{gold}}}"])
@@ -1098,14 +1293,73 @@ def test_no_text_is_right_whatever_is_asked():
     assert paid["contains", 2] > 20
 
 
-@pytest.mark.parametrize("rule", RULES)
+@pytest.mark.parametrize("rule", [rule for rule in RULES if rule != "math"])
 def test_long_texts_take_no_time(rule):
     start = time.process_time()
     for piece in ("\\boxed{", "\\boxed{1}", "\\text{", "\\frac", "(", "{", "_", "\n", " ", "- ",
                   "42 ", "A ", "A or ", "B\n", "(B) ", "it is B ", "answer is ", "option ", "not ",
-                  "/ ", "/(", "x + ", "42 to ", "_{", "\\textor", "41. ", "'", "*", "\\,", "-$"):
+                  "/ ", "/(", "x + ", "42 to ", "_{", "\\textor", "41. ", "'", "*", "\\,", "-$",
+                  "= ", "~", "\u2009", "1{,}", "1\\,", "is - ", "\\hspace{", "{}", "是", "x C\n",
+                  "m ", "<b "):
         long = piece * (6_000 // len(piece))
         for text in (long, long + "}" * 2000, f"\\boxed{{42{long}}}", f"\\boxed{{42}}{long}"):
             for gold in ("B", "42"):
                 judged(rule, gold, text)
     assert time.process_time() - start < 10
+
+
+# math-verify
+
+@pytest.fixture
+def asks(monkeypatch):
+    """-> asks(content of a box, gold answer), which ends what it has started"""
+    pytest.importorskip("math_verify")
+    monkeypatch.setattr(answers, "judges", {})
+    yield lambda found, gold=r"\frac{1}{2}": RULES["math"](rf"\boxed{{{found}}}", gold)
+    for judge in answers.judges.values():
+        judge.kill()
+        judge.communicate()
+
+
+def test_math_verify_in_any_thread(asks):
+    """Where its own limit on time fails; signals stay as they are."""
+    from math_verify import parse
+    before, found = signal.getsignal(signal.SIGALRM), []
+
+    def work():
+        found.append([asks(x) for x in ("0.5", "0.6", r"\frac{3}{6}")])
+        try:
+            parse("$1$")
+        except ValueError as e:
+            found.append(str(e))
+
+    threads = [threading.Thread(target=work) for _ in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert [x for x in found if isinstance(x, list)] == [[True, False, True]] * 3
+    assert sum("threaded" in x for x in found) == 3  # the control
+    assert signal.getsignal(signal.SIGALRM) == before and len(answers.judges) == 1
+
+
+def test_what_takes_forever_is_wrong(asks, monkeypatch):
+    """As is what ends the process that compares; the next one starts another."""
+    monkeypatch.setattr(answers, "JUDGE", answers.JUDGE.replace("PROF, 3)", "PROF, .5)"))
+    assert "PROF, .5)" in answers.JUDGE and asks("0.5")
+    first, = answers.judges.values()
+    assert not asks("9^{9^{9^{9}}}", "7") and first.poll() == -signal.SIGPROF
+    assert asks("0.5") and not asks("0.6")
+    second, = answers.judges.values()
+    second.kill()
+    second.wait()
+    assert asks("0.5") and second is not first
+
+
+def test_a_judge_that_does_not_start(asks, monkeypatch):
+    assert asks("0.5")
+    answers.judges.popitem()[1].communicate("")
+    monkeypatch.setattr(answers, "JUDGE", "import nobodys_module")
+    with pytest.raises(ValueError, match="reward=math needs the package math-verify"):
+        asks("0.5")
+    assert RULES["math"](r"\boxed{42}", "42")  # what needs no package

@@ -4,13 +4,23 @@ import json
 import os
 import re
 import shutil
+import subprocess
+import sys
 
 import pytest
 
 import train
 from conftest import ROOT
 from experiments import ablate, bench, draw, generate, variance
-from support.configurator import Arguments, configure, describe, make_folder, parse
+from support.configurator import (
+    ELSEWHERE,
+    Arguments,
+    configure,
+    describe,
+    joined,
+    make_folder,
+    parse,
+)
 
 DEFAULTS = dict(lr=3e-4, steps=120, beta2=0.95, resume=False, task="kv", out_dir="out")
 
@@ -103,6 +113,33 @@ def test_options_are_refused_in_one_line(arg, says):
     with pytest.raises(ValueError, match=re.escape(says)) as e:
         configure(DEFAULTS, [arg])
     assert "\n" not in str(e.value) and len(str(e.value)) < 6000
+
+
+def test_two_words_and_bare_flags():
+    """--key value and --flag mean what --key=value does; a config file behind a flag stays one."""
+    same = configure(DEFAULTS, ["--lr=1e-3", "--resume=True", "--task=7", "--steps=3"])
+    assert configure(DEFAULTS, ["--lr", "1e-3", "--resume", "--task", "7", "--steps", "3"]) == same
+    assert configure(DEFAULTS, ["--resume", "true", "--steps", "3", "--lr", "1e-3",
+                                "--task=7"]) == same
+    assert joined(["--resume", "a.py", "--resume", "False", "--lr", "-1"], DEFAULTS) == [
+        "--resume=True", "a.py", "--resume=False", "--lr=-1"]
+    for alone in (["--lr"], ["--lr", "--resume"]):
+        with pytest.raises(ValueError, match="--lr: write --key=value"):
+            configure(DEFAULTS, alone)
+
+
+@pytest.mark.parametrize("key, says", [
+    ("learning_rate", "here it is 'lr'"), ("output-dir", "here it is 'out_dir'"),
+    ("num_train_epochs", "here it is 'steps'"), ("lrr", "the nearest is 'lr'"),
+    ("xyzzy_plugh", "--help lists the keys")])
+def test_other_names(key, says):
+    """Those of other trainers lead to ours; nonsense leads to no name."""
+    with pytest.raises(ValueError, match=f"unknown key '{key}'; {says}$"):
+        configure(DEFAULTS, [f"--{key}=3"])
+
+
+def test_all_other_names_lead_somewhere():
+    assert not {*ELSEWHERE.values()} - {*train.DEFAULTS} and not {*ELSEWHERE} & {*train.DEFAULTS}
 
 
 def test_options_that_are_right():
@@ -283,3 +320,23 @@ def test_messages_are_short_however_long_the_value(tmp_path):
             assert 0 < len(str(e.value)) < 1000
     with pytest.raises(ValueError, match="^" + "y" * 200 + ".py: no such config file"):
         train.settings(["y" * 200 + ".py"])
+
+
+def test_help_without_docstrings():
+    """As python -OO drops them; the same words."""
+    command = [sys.executable, "-OO", os.path.join(ROOT, "train.py"), "--help"]
+    p = subprocess.run(command, capture_output=True, text=True, timeout=100)
+    assert p.returncode == 0 and p.stderr == ""
+    assert p.stdout.startswith(train.__doc__.strip()) and "--budget=56" in p.stdout
+
+
+@pytest.mark.parametrize("text", [
+    "import asyncio\nraise asyncio.CancelledError", "raise SystemExit",
+    "class Stop(BaseException): pass\nraise Stop"])
+def test_whatever_a_config_file_raises_is_its_fault(text, tmp_path):
+    (tmp_path / "x.py").write_text(text)
+    with pytest.raises(ValueError, match="x.py: (CancelledError|SystemExit|Stop)$"):
+        configure(train.DEFAULTS, [str(tmp_path / "x.py")])
+    (tmp_path / "x.py").write_text("raise KeyboardInterrupt")
+    with pytest.raises(KeyboardInterrupt):  # the control: somebody's Ctrl-C
+        configure(train.DEFAULTS, [str(tmp_path / "x.py")])

@@ -181,12 +181,12 @@ def test_a_chat_needs_a_template(tmp_path, plain, chat):
 def test_what_the_template_refuses_is_named_by_its_line(tmp_path, chat):
     chat = Tokenizer(chat.path)
 
-    def generate(variables):
+    def render(variables):
         if variables["messages"][0]["content"].startswith("13 "):
-            raise ZeroDivisionError("unlucky")
-        yield "x"
+            raise ValueError("chat template: unlucky")
+        return "x"
 
-    chat.template.compiled = SimpleNamespace(generate=generate)
+    chat.template.render = render
     made(write(tmp_path / "a.jsonl", sums(0, 13)), chat)
     with pytest.raises(ValueError, match=r"^[^ ]*a\.jsonl:14: .*chat template: unlucky"):
         made(write(tmp_path / "a.jsonl", sums(0, 20)), chat)

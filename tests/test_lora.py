@@ -34,6 +34,7 @@ from rollout import generate
 from support.checkpoint import write_checkpoint
 from support.lora import TARGETS, LoRA, frozen_base, targeted
 from support.optimizer import Masters
+from support.run import step_of
 
 TINY = os.path.join(ROOT, "data", "tiny")
 BEST = [f"{folder}/{name}" for folder in ("best", "adapter-best")
@@ -312,6 +313,42 @@ def test_a_kill_while_adapters_are_written(whole, tmp_path, monkeypatch, call):
     assert kills.differences(whole, out)
     train_here(*LORA, "--resume=True", f"--out_dir={out}")
     assert kills.differences(whole, out) == []
+
+
+@pytest.mark.parametrize("harm", ["gone", "damaged", "other"])
+def test_best_adapters_that_are_not_there(harm, whole, tmp_path):
+    """best/ and adapter-best/ are a pair: where one is not of the best step, both are written anew
+    by the next evaluation that is best from there on."""
+    out = tmp_path / "out"
+    shutil.copytree(whole, out)
+    if harm == "gone":
+        shutil.rmtree(out / "adapter-best")
+    elif harm == "damaged":
+        (out / "adapter-best" / "adapter_model.safetensors").unlink()
+    else:
+        listed = json.loads((out / "adapter-best" / "run.json").read_text())
+        (out / "adapter-best" / "run.json").write_text(json.dumps(dict(listed, step=1)))
+    pair = ("best", "adapter-best")
+    assert step_of(out, pair) is None and step_of(whole, pair) is not None  # the control
+    train_here(*LORA, "--resume=True", "--steps=6", f"--out_dir={out}")
+    assert step_of(out, pair) in (4, 6)
+
+
+def test_an_adapter_beside_the_weights(whole, tmp_path):
+    """As transformers and peft load it: refused, not left out in silence. The control: without."""
+    model, out = tmp_path / "M", tmp_path / "out"
+    shutil.copytree(TINY, model)
+    for name in ("adapter_config.json", "adapter_model.safetensors"):
+        shutil.copy(os.path.join(whole, "adapter", name), model)
+    ask = [f"--model={model}", "--steps=1", "--eval_every=9", f"--out_dir={out}"]
+    for say in ask, [f"--model={whole}/adapter", f"--out_dir={out}"]:
+        with pytest.raises(SystemExit, match=r"^error: .* holds an adapter \(adapter_config.json\)"
+                                             ", which is not read here: name a folder with merged"):
+            train_here(*say)
+    assert not out.exists()
+    (model / "adapter_config.json").unlink()
+    train_here(*ask)
+    assert not os.path.exists(out / "model" / "adapter_model.safetensors")
 
 
 def test_overwrite_clears_what_a_run_made(whole, tmp_path):

@@ -226,6 +226,15 @@ def test_weights_in_fp32(learned):
 
 # what ranks say to each other
 
+def check_names(r):
+    """Of the numbers that a reward returns, on each rank."""
+    with pytest.raises(ValueError, match="names right on one rank and wrong on another"):
+        train.join_parts(parallel.gather({"wrong right".split()[r]: [1]}))
+    with pytest.raises(ValueError, match="names .* on one rank and .*: must be the same"):
+        train.join_parts(parallel.gather({"right": [1]} if r else {}))  # of one rank alone
+    assert train.join_parts(parallel.gather({"right": [1]} if r else None)) == {"right": [1]}
+
+
 def talk():
     r = parallel.rank()
     assert parallel.size() == 2 and parallel.launched()
@@ -272,11 +281,7 @@ def talk():
         b[r] = r * 1e-45  # one bit of rank 1
     with pytest.raises(ValueError, match="the weights of rank 1 are not those of rank 0"):
         parallel.check_equal([a, b], "the weights")
-    with pytest.raises(ValueError, match="names right on one rank and wrong on another"):
-        train.join_parts(parallel.gather({"wrong right".split()[r]: [1]}))
-    with pytest.raises(ValueError, match="names .* on one rank and .*: must be the same"):
-        train.join_parts(parallel.gather({"right": [1]} if r else {}))  # of one rank alone
-    assert train.join_parts(parallel.gather({"right": [1]} if r else None)) == {"right": [1]}
+    check_names(r)
 
     assert parallel.attempt(RewardError, lambda: r) == r
     print(f"{r} is here", flush=True)
@@ -542,6 +547,79 @@ def test_a_run_that_ends_well(tmp_path):
     assert "python" in names and "gloo" not in names, names
 
 
+WAITS = """
+import os
+import sys
+import time
+
+sys.path.insert(0, sys.argv[1])
+from support import parallel
+
+with parallel.ranks():
+    print("in", flush=True)
+    time.sleep(1000)
+"""
+
+
+def children(pid):
+    """Of a process, their numbers."""
+    found = []
+    for other in filter(str.isdecimal, os.listdir("/proc")):
+        try:
+            with open(f"/proc/{other}/stat") as f:
+                state, parent = f.read().rpartition(")")[2].split()[:2]
+        except OSError:  # it has ended
+            continue
+        if int(parent) == pid and state != "Z":
+            found.append(int(other))
+    return found
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="asks /proc for processes")
+@pytest.mark.parametrize("when", ["as they start", "when they work"])
+def test_no_rank_outlives_a_killed_launcher(when, tmp_path):
+    """Also where it is killed while they import torch, of which none could know."""
+    (tmp_path / "waits.py").write_text(WAITS)
+    with open(tmp_path / "said", "wb") as said:
+        launcher = subprocess.Popen(
+            [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2",
+             "waits.py", ROOT], cwd=tmp_path, stdout=said, stderr=said)
+    ranks = []
+    while len(ranks) < 2 or (when != "as they start"
+                             and (tmp_path / "said").read_text().count("in\n") < 2):
+        assert launcher.poll() is None, (tmp_path / "said").read_text()
+        time.sleep(0.01)
+        ranks = children(launcher.pid)
+    launcher.kill()
+    launcher.wait()
+    began, left = time.time(), ranks
+    while left and time.time() < began + 60:
+        time.sleep(0.1)
+        left = [pid for pid in left if os.path.exists(f"/proc/{pid}")
+                and open(f"/proc/{pid}/stat").read().rpartition(")")[2].split()[0] != "Z"]
+    for pid in left:
+        os.kill(pid, signal.SIGKILL)
+    assert not left, (tmp_path / "said").read_text()
+    said = (tmp_path / "said").read_text()
+    assert "Traceback" not in said and said.count("error: torchrun does not answer at") in (
+        (1, 2) if when == "as they start" else (0,)), said
+
+
+def test_an_environment_that_is_not_torchruns(monkeypatch):
+    """Its run id alone, as a process may inherit it, makes no rank; half of the rest is named."""
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "x")
+    for name in ("LOCAL_RANK", "RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
+        monkeypatch.delenv(name, raising=False)
+    assert not parallel.launched()
+    with parallel.ranks():
+        assert parallel.size() == 1
+    monkeypatch.setenv("LOCAL_RANK", "0")
+    assert parallel.launched()  # the control
+    monkeypatch.setattr(parallel, "end_with_launcher", lambda: None)
+    with pytest.raises(SystemExit, match=r"^error: torchrun is said .*, but: .*RANK exp[^\n]*$"):
+        parallel.start()
+
+
 REWARD = """
 import os
 
@@ -570,7 +648,8 @@ def test_torchrun(tmp_path):
     errors = [line for line in p.stderr.splitlines() if "rror" in line]
     assert errors[0].startswith("error: the reward of training problem 5 ('Repeat each word ")
     assert errors[0].endswith("raised KeyError: 'level' (" + str(tmp_path / "mine.py") +
-                              ":11); the row has prompt, answer; out/ckpt.pt holds step 2")
+                              ":11); the row has prompt, answer; "
+                              f"{tmp_path}/out/ckpt.pt holds step 2")
     assert p.stdout.count("\nstep ") == 2 and p.stdout.count("fp32 masters") == 1
     assert read_checkpoint(tmp_path / "out")["step"] == 2
     steps = read_log(tmp_path / "out")[1]

@@ -37,7 +37,8 @@ def read(name):
 
 def blocks(text, language=""):
     """The fenced blocks of a page in one language."""
-    return re.findall(rf"^```{language}\n(.*?)^```", text, re.S | re.M)
+    found = re.findall(r"^```(\w*)\n(.*?)^```$", text, re.S | re.M)
+    return [block for said, block in found if said == language]
 
 
 def section(text, title):

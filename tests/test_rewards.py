@@ -1,5 +1,6 @@
 """data/rewards.py: rules by name and functions of one's own, in what they return, raise and log; a
 run that such a function ends goes on after it is mended."""
+import importlib.util
 import json
 import os
 import re
@@ -72,7 +73,7 @@ def test_answers_that_a_rule_cannot_pay_are_refused(tmp_path):
     with pytest.raises(ValueError, match="a.jsonl:2 has the answer 'Rome', which no text can match "
                                          "by reward=number"):
         read_problems(path, rule="number")
-    for rule in RULES:
+    for rule in set(RULES) - {"math"}:
         gold = "B" if rule == "choice" else "12"
         assert earns(rule, gold, gold), rule
         assert not earns(rule, gold, "C" if rule == "choice" else "13"), rule
@@ -81,6 +82,27 @@ def test_answers_that_a_rule_cannot_pay_are_refused(tmp_path):
     with pytest.raises(ValueError, match="task kv4 has answers like '.*', which no text can match "
                                          "by reward=number"):
         Problems(**make, rule="number")
+
+
+def test_math_by_a_package(tmp_path, monkeypatch):
+    """Where it is not there, one line at the start names it."""
+    path = str(tmp_path / "a.jsonl")
+    with open(path, "w") as f:
+        f.write('{"prompt": "a", "answer": "1/2"}\n{"prompt": "b", "answer": "\\\\text{Rome}"}\n')
+    assert len(read_problems(path, rule="math")) == 2
+    find = importlib.util.find_spec
+    monkeypatch.setattr("importlib.util.find_spec",
+                        lambda name, *at: None if name == "math_verify" else find(name, *at))
+    with pytest.raises(SystemExit, match="^error: reward=math needs the package math-verify: "
+                                         "pip install math-verify$"):
+        train_here("--reward=math", f"--task={path}", f"--out_dir={tmp_path}/out")
+    assert not (tmp_path / "out").exists()
+    monkeypatch.undo()
+    pytest.importorskip("math_verify")
+    pays = [reward(Problem("file", "?", "1/2", rule=rule), rf"\boxed{{{x}}}")
+            for rule in ("math", "boxed") for x in ("1/2", "0.5", "0.6")]
+    assert pays == [1, 1, 0, 1, 0, 0]
+    assert earns("math", "1/2", "0.5") and not earns("math", "1/2", "0.51")
 
 
 # functions of one's own

@@ -1,4 +1,5 @@
 """support/run.py: the folder of a run, whatever happens to the process that it belongs to."""
+import errno
 import json
 import os
 import random
@@ -18,9 +19,11 @@ from safetensors import safe_open
 from safetensors.torch import load_file
 
 import support.checkpoint
+import support.run as run_file
 import train
 from conftest import (
     FAST,
+    HELD,
     ROOT,
     Forked,
     read_checkpoint,
@@ -31,7 +34,7 @@ from conftest import (
 from objectives.dpo import DPO
 from support.checkpoint import UNFINISHED, write_checkpoint, write_whole
 from support.metrics import Metrics
-from support.run import choose_device, hold, tell
+from support.run import choose_device, hold, settings_kept, tell
 
 
 def masters(out_dir):
@@ -512,6 +515,7 @@ def test_full_disk(tmp_path):
     before, *errors = said.read_text().split("error: ")
     assert len(errors) == 1 and errors[0].startswith("could not write")
     assert errors[0].endswith(f"{out}/ckpt.pt holds step 1\n") and errors[0].count("\n") == 1
+    assert "ckpt.pt: File too large; what was there is untouched" in errors[0]
     assert before.splitlines()[-1].startswith("step ")
     assert read_checkpoint(out)["step"] == 1
     assert not os.path.exists(os.path.join(out, "ckpt.pt" + UNFINISHED))
@@ -573,6 +577,8 @@ def first_master(state):
     ("step -1 and sizes", lambda s: s.update(step=-1)),
     ("step must be of type int, got bool", lambda s: s.update(step=True)),
     ("memory must be of type dict, got list", lambda s: s.update(memory=[])),
+    ("memory.evals must be a list, got 5", lambda s: s["memory"].update(evals=5)),
+    ("memory.answers.1.dense is missing", lambda s: s["memory"]["answers"][1].pop("dense")),
     ("period was tensor", lambda s: s["config"].update(period=torch.zeros(3))),
     ("seed was false in", lambda s: s["config"].update(seed=False)),
     ("learner must be of type dict, got NoneType", lambda s: s.pop("learner")),
@@ -633,6 +639,251 @@ def test_a_log_that_was_lost(finished, tmp_path, capsys):
     assert [r["step"] for r in read_log(out)[1]] == [0, 1, 4]
 
 
+# others' code in this process
+
+@pytest.fixture
+def mine(tmp_path, monkeypatch):
+    """-> write(source), which makes mine.py in a current folder of its own; its `score` is what
+    --reward=mine:score asks."""
+    folder = tmp_path / "here"
+    folder.mkdir()
+    monkeypatch.chdir(folder)
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    monkeypatch.setattr(sys, "dont_write_bytecode", True)
+
+    def write(source):
+        sys.modules.pop("mine", None)
+        (folder / "mine.py").write_text(source + DIGITS)
+        return ["--reward=mine:score", "--steps=2", "--eval_every=9", "--save_every=9"]
+
+    yield write
+    sys.modules.pop("mine", None)
+
+
+DIGITS = """
+def digits(text):
+    return sum(map(str.isdigit, text)) / max(1, len(text))
+"""
+# four responses of the evaluation, eight of each step: the second step has none of the first 12
+FAILS = """
+import asyncio
+calls = 0
+class Stop(BaseException): pass
+def score(row, text, tokens):
+    global calls
+    calls += 1
+    if calls > 4 + 4 + 8:
+        raise {}
+    return digits(text)
+"""
+
+
+@pytest.mark.parametrize("what", ["asyncio.CancelledError()", "Stop('now')", "GeneratorExit",
+                                  "SystemExit(0)", "KeyboardInterrupt", "MemoryError()"])
+def test_whatever_a_reward_raises_saves_first(what, mine, tmp_path):
+    """One line, and the step before it is not lost."""
+    ask, name = mine(FAILS.format(what)), what.split("(")[0].split(".")[-1]
+    with pytest.raises(SystemExit, match=r"^error: the reward of training problem 2 .* raised "
+                       rf"{name}.* \(.*mine.py:.*ckpt.pt holds step 1$"):
+        train_here(*ask, "--out_dir=out")
+    assert read_checkpoint("out")["step"] == 1
+    mine("def score(row, text, tokens): return digits(text)\n")
+    train_here(*ask, "--out_dir=out", "--resume=True")
+    assert len(read_log("out")[1]) == 2
+
+
+def test_a_failure_while_it_is_imported(mine, tmp_path):
+    """So with a config file; a real Ctrl-C stays one."""
+    ask = mine("import asyncio\nraise asyncio.CancelledError\n")
+    with pytest.raises(SystemExit, match="^error: reward: cannot import mine .*CancelledError"):
+        train_here(*ask, "--out_dir=out")
+    with open("config.py", "w") as f:
+        f.write("class Stop(BaseException): pass\nraise Stop('no')\n")
+    with pytest.raises(SystemExit, match="^error: config.py: Stop no$"):
+        train_here("config.py", "--out_dir=out")
+    mine("raise KeyboardInterrupt\n")
+    with pytest.raises(SystemExit) as e:
+        train_here(*ask, "--out_dir=out")
+    assert e.value.code == 130
+
+
+CHILD = """
+import multiprocessing, os, time
+def score(row, text, tokens):
+    if not os.path.exists("code"):
+        child = multiprocessing.get_context("fork").Process(target=time.sleep, args=(100,))
+        child.start()
+        child.terminate()
+        child.join(20)
+        print(child.exitcode, file=open("code", "w"), flush=True)
+        child.kill()
+    return digits(text)
+"""
+WORKER = """
+import os, time
+def score(row, text, tokens):
+    pid = os.fork()
+    if pid:
+        print(pid, file=open("pid", "w"), flush=True)
+    time.sleep(100)
+"""
+
+
+def test_a_child_of_a_reward_can_be_ended(mine, tmp_path):
+    """By SIGTERM, which the run itself would answer only after its step."""
+    train_here(*mine(CHILD), "--out_dir=out")
+    assert int(open("code").read()) == -signal.SIGTERM
+
+
+def train_in(folder, *args):
+    os.chdir(folder)
+    train.main([*FAST, *args])
+
+
+def test_a_child_of_a_reward_holds_no_lock(mine, tmp_path):
+    """After kill -9 of the run another one may begin, though the child still works; it answers
+    SIGTERM. The control: the run's own process holds it."""
+    run = Forked(tmp_path / "said", train_in, os.getcwd(), *mine(WORKER), "--out_dir=out")
+    while run.poll() is None and not (os.path.exists("pid") and open("pid").read()):
+        time.sleep(0.02)
+    pid = int(open("pid").read())
+    with pytest.raises(ValueError, match="in use by another process"):
+        hold("out")
+    run.kill()
+    assert run.wait() == -signal.SIGKILL
+    os.kill(pid, 0)  # it is there
+    hold("out")
+    os.close(HELD.popitem()[1])
+    os.kill(pid, signal.SIGTERM)
+    for _ in range(200):
+        try:
+            with open(f"/proc/{pid}/stat") as f:
+                if f.read().rpartition(")")[2].split()[0] == "Z":
+                    return
+        except FileNotFoundError:
+            return
+        time.sleep(0.02)
+    os.kill(pid, signal.SIGKILL)
+    raise AssertionError("it did not end")
+
+
+@pytest.mark.parametrize("end, code", [
+    ("sys.exit(3)", 3), ("raise ValueError", 1), ("return 0", 0)])
+def test_a_child_that_comes_back(end, code, mine, tmp_path):
+    """Two processes would go on with one run; it ends where the reward does."""
+    ask = mine("import os, sys\ncodes = []\ndef score(row, text, tokens):\n    pid = os.fork()\n"
+               f"    if not pid:\n        {end}\n"
+               "    codes.append(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]))\n"
+               "    return digits(text)\n")
+    train_here(*ask, "--out_dir=out")
+    assert set(sys.modules["mine"].codes) == {code} and len(read_log("out")[1]) == 2
+
+
+@pytest.mark.parametrize("when", ["called", "imported"])
+def test_another_current_folder(when, mine, tmp_path, monkeypatch):
+    """All goes on where it began, and so does what is asked next."""
+    at_import, in_call = ("os.chdir('/')", "pass")[::1 if when == "imported" else -1]
+    ask = mine(f"import os\n{at_import}\ndef score(row, text, tokens):\n    {in_call}\n"
+               "    return digits(text)\n")
+    here = os.getcwd()
+    shutil.copytree(train.TINY, "M")
+    with open("p.jsonl", "w") as f:
+        for i in range(20):
+            f.write(json.dumps(dict(prompt=f"{i}?", answer=str(i))) + "\n")
+    ask += ["--model=./M", "--task=p.jsonl"]
+    train_here(*ask, "--out_dir=out")
+    assert os.getcwd() == here and len(read_log("out")[1]) == 2
+
+
+def test_a_folder_that_a_thread_leaves(tmp_path, monkeypatch):
+    """Where nobody can put it back in time: out_dir is where it was when the run began."""
+    generate, calls = train.generate, []
+
+    def leaves(*args, **kwargs):
+        calls.append(os.chdir("/") if len(calls) == 2 else 1)
+        return generate(*args, **kwargs)
+
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(train, "generate", leaves)
+    train_here("--steps=2", "--eval_every=9", "--save_every=1", "--out_dir=out")
+    assert os.getcwd() == "/" and len(read_log(tmp_path / "out")[1]) == 2
+    assert read_checkpoint(tmp_path / "out")["step"] == 2
+
+
+HANDLER = "signal.signal(signal.{}, lambda *_: None)"
+
+
+@pytest.mark.parametrize("sets", [
+    "kept.append(torch.inference_mode()); kept[-1].__enter__()", "torch.no_grad().__enter__()",
+    "torch.set_grad_enabled(False)", "os.chdir('/')",
+    "torch.set_default_dtype(torch.float64)", "torch.set_default_device('meta')",
+    "torch.set_float32_matmul_precision('medium')",
+    "torch.backends.mkldnn.matmul.fp32_precision = 'bf16'", "torch.set_num_threads(2)",
+    "torch.use_deterministic_algorithms(True, warn_only=True)",
+    "torch.autocast('cpu', torch.bfloat16).__enter__()", "signal.alarm(1000)",
+    *(HANDLER.format(name) for name in ("SIGINT", "SIGTERM", "SIGHUP", "SIGALRM"))])
+def test_what_others_code_sets_is_set_back(sets):
+    """Each changes something, as the control shows."""
+    def now():
+        x, y = (torch.randn(64, 64, generator=torch.Generator().manual_seed(i), dtype=torch.float32,
+                            device="cpu") for i in (0, 1))
+        return ([get() for get, _ in run_file.SHARED], torch.is_grad_enabled(),
+                torch.is_inference_mode_enabled(), (x @ y).dtype, (x @ y).double().sum().item())
+
+    before, kept = now(), []
+    for _ in range(2):
+        with settings_kept():
+            exec(sets, dict(os=os, torch=torch, signal=signal, kept=kept))
+            assert now() != before
+        assert now() == before
+    kept.clear()  # what ends when it is collected
+    assert now() == before
+    with pytest.raises(ValueError), settings_kept():
+        exec(sets, dict(os=os, torch=torch, signal=signal, kept=kept))
+        raise ValueError
+    assert now() == before
+
+
+# where a run stands
+
+def test_a_file_system_without_locks(tmp_path, monkeypatch, capsys):
+    """It is said once, and the run goes on; where a lock is refused somebody else has it."""
+    def refused(number):
+        def flock(*_):
+            raise OSError(number, os.strerror(number))
+        return flock
+
+    run_file.tell_once.cache_clear()
+    with monkeypatch.context() as m:
+        m.setattr("fcntl.flock", refused(errno.ENOLCK))
+        train_here("--steps=1", "--eval_every=9", f"--out_dir={tmp_path / 'out'}")
+    said = capsys.readouterr().out
+    assert said.count("on a file system that cannot lock a folder (No locks available): see") == 1
+    monkeypatch.setattr("fcntl.flock", refused(errno.EWOULDBLOCK))
+    with pytest.raises(SystemExit, match="is in use by another process"):
+        train_here("--steps=2", "--resume=True", f"--out_dir={tmp_path / 'out'}")
+
+
+def test_a_clock_that_goes_back(tmp_path, monkeypatch):
+    """No negative seconds, and no rate of 2e10 tokens."""
+    moment = time.time() + 10**6
+    clock = iter(range(10**6))
+    monkeypatch.setattr(time, "time", lambda: moment - 100 * next(clock))
+    train_here("--steps=2", "--eval_every=9", f"--out_dir={tmp_path / 'out'}")
+    with open(tmp_path / "out" / "log.jsonl") as f:
+        rows = [row for row in map(json.loads, f) if row["kind"] == "step"]
+    assert all(0 < row["rollout_s"] < 60 and 0 < row["learn_s"] < 60 for row in rows)
+    assert all(row["tokens_per_s"] < 10**6 for row in rows)
+    assert time.time() > time.time()  # the control
+
+
+def test_control_characters_do_not_reach_a_terminal(capsys):
+    """Whoever wrote them; line breaks, tabs and letters of any script stay."""
+    tell("a\x1b]0;title\x07b\x9b2Jc\rd\x7f\n\te\u3042\u00e9\u00a0")
+    assert capsys.readouterr().out == ("a\\x1b]0;title\\x07b\\x9b2Jc\\rd\\x7f\n\te\u3042\u00e9"
+                                       "\u00a0\n")
+
+
 # what a run leaves beside its last model
 
 def test_the_best_model_is_kept(tmp_path, capsys, monkeypatch):
@@ -667,12 +918,12 @@ def test_write_whole(tmp_path, monkeypatch):
     """A file is replaced at once, or not at all."""
     path = str(tmp_path / "file")
 
-    def write(tmp):
-        with open(tmp, "w") as f:
-            f.write("new")
+    def write(file):
+        file.write(b"new")
 
-    def fail(tmp, target=None):
-        write(tmp)
+    def fail(file, *_, **__):
+        if file != "file.smd-tmp":
+            write(file)
         raise OSError("no space left\non device")
 
     with open(path, "w") as f:
