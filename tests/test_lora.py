@@ -275,7 +275,8 @@ def test_resume_is_bitwise(objective, tmp_path, monkeypatch):
     """4 steps equal 2 steps and 2 more: steps, models, adapters, moments. The control resumes with
     another B."""
     monkeypatch.setattr("data.tasks.reward", share_of_digits)
-    ask = [*LORA, f"--objective={objective}", "--eval_every=99", "--eval_final=1"]
+    ask = [*LORA, f"--objective={objective}", "--eval_every=99", "--eval_final=1",
+           "--temperature=3"]  # so that dpo's pairs differ
     out, halves, wrong = (str(tmp_path / x) for x in ("out", "halves", "wrong"))
     train_here(*ask, f"--out_dir={out}")
     train_here(*ask, "--steps=2", f"--out_dir={halves}")

@@ -68,7 +68,8 @@ def test_objectives_resume_bitwise(name, tmp_path, monkeypatch):
     """As above. The controls resume without PPO's value head, or with DPO's trained weights as the
     reference."""
     monkeypatch.setattr("data.tasks.reward", share_of_digits)
-    ask = [os.path.join(ROOT, "config", f"{name}.py"), "--eval_every=99", "--eval_final=1"]
+    ask = [os.path.join(ROOT, "config", f"{name}.py"), "--eval_every=99", "--eval_final=1",
+           "--temperature=3"]  # so that dpo's pairs differ
     whole, halves, wrong = (str(tmp_path / x) for x in ("whole", "halves", "wrong"))
     train_here(*ask, f"--out_dir={whole}")
     train_here(*ask, "--steps=2", f"--out_dir={halves}")
@@ -905,9 +906,9 @@ def test_the_best_model_is_kept(tmp_path, capsys, monkeypatch):
     assert all(torch.equal(best[name], began[name]) for name in began)
     assert not any(torch.equal(last[name], began[name]) for name in began)
     lines = capsys.readouterr().out.splitlines()
-    assert lines[-4] == (f"model saved to {out}/model: step 4, held-out reward 0.000 with the "
+    assert lines[-10] == (f"model saved to {out}/model: step 4, held-out reward 0.000 with the "
                          "compressed cache")
-    assert lines[-3] == f"best of 3 evaluations saved to {out}/best: step 0, 1.000"
+    assert lines[-9] == f"best of 3 evaluations saved to {out}/best: step 0, 1.000"
     assert (out / "best" / "tokenizer.json").exists()
     assert lines[-1].endswith("0.000)")  # the last counts
 
