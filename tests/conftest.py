@@ -294,8 +294,10 @@ def read_checkpoint(out_dir):
 # Triton's interpreter
 
 def pytest_collection_modifyitems(items):
-    """Its processes work beside all other tests, so what they found is asked for last."""
-    items.sort(key=lambda item: item.name == "test_kernels_in_interpreter")
+    """Its processes work beside all other tests, so what they found is asked for last; before them
+    that of programs which test files have run beside (BESIDE)."""
+    items.sort(key=lambda item: (item.name == "test_kernels_in_interpreter",
+                                 hasattr(getattr(item, "module", None), "BESIDE")))
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -311,6 +313,11 @@ def interpreters(request):
             started[item.path] = subprocess.Popen(
                 command, cwd=ROOT, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
                 text=True)
+    for item in request.session.items:
+        program = getattr(getattr(item, "module", None), "BESIDE", None)
+        if program and item.path not in started:
+            started[item.path] = subprocess.Popen(
+                [sys.executable, "-c", program], cwd=ROOT, stdout=subprocess.PIPE, text=True)
     yield started
     for process in started.values():
         with process:  # closes its pipe and waits for its end

@@ -7,10 +7,8 @@ of a number above 1: another processor's sums differ in late digits, and thirty 
 import json
 import os
 import re
-import signal
 
 import pytest
-import torch
 
 from experiments import notebook
 
@@ -37,20 +35,28 @@ def close(a, b, trained):
     return error <= 1e-3 * abs(float(b)) + 1.01 * last
 
 
+# what the cells print, one after the other, in a process that works beside the other tests
+BESIDE = """
+import json, signal
+from experiments import notebook
+before = signal.getsignal(signal.SIGINT)
+with open(notebook.LESSON, encoding="utf-8") as f:
+    cells = notebook.parse(f.read())
+printed = [*notebook.run(source for kind, source, _ in cells if kind == "code")]
+assert signal.getsignal(signal.SIGINT) == before  # Ctrl-C still stops a prompt
+print(json.dumps(printed))
+"""
+
+
 @pytest.fixture(scope="module")
-def lesson():
+def lesson(interpreters, request):
     """The cells of the text, and what its code prints here, in the order of the code cells."""
     with open(notebook.LESSON, encoding="utf-8") as f:
         cells = notebook.parse(f.read())
-    before = os.getcwd(), torch.get_num_threads(), signal.getsignal(signal.SIGINT)
-    os.chdir(notebook.ROOT)
-    try:
-        printed = notebook.run(source for kind, source, _ in cells if kind == "code")
-    finally:
-        os.chdir(before[0])
-        torch.set_num_threads(before[1])
-    assert signal.getsignal(signal.SIGINT) == before[2]  # Ctrl-C still stops a prompt
-    return cells, printed
+    process = interpreters[request.path]
+    printed, _ = process.communicate()
+    assert process.returncode == 0
+    return cells, json.loads(printed.splitlines()[-1])
 
 
 def test_every_cell_prints_what_stands_below_it(lesson):
