@@ -1,8 +1,8 @@
 """
 Pictures of arms: held-out rewards under both caches, by step, as dots, or over several bases.
 
-    python -m experiments.curves results/arms "smd lr=1e-3" "naive lr=1e-4"   # or all of its arms
-    python -m experiments.curves results/arms --dots=True --out=dots.png
+    python -m experiments.curves results/main-cpu                  # or some of its arms, by name
+    python -m experiments.curves results/tune --dots=True --out=dots.png
     python -m experiments.curves out-small out-large --bases=True
 
 The idea. A method has one colour, one dash and one width in every figure of the project (LOOKS), so
