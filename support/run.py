@@ -204,7 +204,8 @@ def failures():
     """What to catch where it is called and its failure is none of this program: all that it may
     raise, but for a Ctrl-C. Where a Run handles signals, none raises KeyboardInterrupt."""
     raised = sys.exc_info()[0]  # what is to be caught
-    real = signal.getsignal(signal.SIGINT) in (signal.default_int_handler, signal.SIG_IGN)
+    real = signal.getsignal(signal.SIGINT) in (
+        signal.default_int_handler, signal.SIG_IGN, signal.SIG_DFL, None)
     if raised and issubclass(raised, KeyboardInterrupt) and real:
         return ()
     return BaseException

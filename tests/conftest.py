@@ -291,6 +291,14 @@ def read_checkpoint(out_dir):
     return read_whole(os.path.join(out_dir, "ckpt.pt"))
 
 
+@pytest.fixture
+def ctrl_c():
+    """SIGINT as at a terminal, whatever started the tests: a shell's background job ignores it."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, signal.SIG_DFL if before is None else before)
+
+
 # Triton's interpreter
 
 def pytest_collection_modifyitems(items):

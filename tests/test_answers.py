@@ -1301,11 +1301,11 @@ def test_long_texts_take_no_time(rule):
                   "/ ", "/(", "x + ", "42 to ", "_{", "\\textor", "41. ", "'", "*", "\\,", "-$",
                   "= ", "~", "\u2009", "1{,}", "1\\,", "is - ", "\\hspace{", "{}", "是", "x C\n",
                   "m ", "<b "):
-        long = piece * (6_000 // len(piece))
-        for text in (long, long + "}" * 2000, f"\\boxed{{42{long}}}", f"\\boxed{{42}}{long}"):
+        long = piece * (2_000 // len(piece))
+        for text in (long, long + "}" * 700, f"\\boxed{{42{long}}}", f"\\boxed{{42}}{long}"):
             for gold in ("B", "42"):
                 judged(rule, gold, text)
-    assert time.process_time() - start < 10
+    assert time.process_time() - start < 3
 
 
 # math-verify

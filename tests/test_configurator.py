@@ -333,7 +333,7 @@ def test_help_without_docstrings():
 @pytest.mark.parametrize("text", [
     "import asyncio\nraise asyncio.CancelledError", "raise SystemExit",
     "class Stop(BaseException): pass\nraise Stop"])
-def test_whatever_a_config_file_raises_is_its_fault(text, tmp_path):
+def test_whatever_a_config_file_raises_is_its_fault(text, tmp_path, ctrl_c):
     (tmp_path / "x.py").write_text(text)
     with pytest.raises(ValueError, match="x.py: (CancelledError|SystemExit|Stop)$"):
         configure(train.DEFAULTS, [str(tmp_path / "x.py")])

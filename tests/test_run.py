@@ -693,7 +693,7 @@ def test_whatever_a_reward_raises_saves_first(what, mine, tmp_path):
     assert len(read_log("out")[1]) == 2
 
 
-def test_a_failure_while_it_is_imported(mine, tmp_path):
+def test_a_failure_while_it_is_imported(mine, tmp_path, ctrl_c):
     """So with a config file; a real Ctrl-C stays one."""
     ask = mine("import asyncio\nraise asyncio.CancelledError\n")
     with pytest.raises(SystemExit, match="^error: reward: cannot import mine .*CancelledError"):
