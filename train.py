@@ -616,6 +616,9 @@ def settings(argv):
     if not c.out_dir:
         raise ValueError("out_dir is empty")
     check_tracker(c.tracker)
+    if c.lr_end and c.lr_schedule == "constant":
+        raise ValueError(f"lr_end={c.lr_end}: lr_schedule=constant goes nowhere; it takes linear "
+                         "or cosine")
     if c.distill and c.distill_by == "one_sided" and c.teacher == "initial":
         raise ValueError("distill_by=one_sided compares the two policies of one model: it takes "
                          "teacher=other")

@@ -685,10 +685,12 @@ def test_a_run_that_learns_nothing_says_so(tmp_path, capsys, monkeypatch):
     ("constant", [0.5, 1, 1, 1, 1, 1]), ("linear", [0.5, 1, 0.8, 0.6, 0.4, 0.2]),
     ("cosine", [0.5, 1, 0.2 + 0.8 * 0.853553, 0.6, 0.2 + 0.8 * 0.146447, 0.2])])
 def test_the_learning_rate_of_each_step(schedule, want):
-    c = train.settings([f"--lr_schedule={schedule}", "--lr_end=0.2", "--steps=6", "--warmup=1",
-                        "--lr=0.1"])
+    end = ["--lr_end=0.2"] if schedule != "constant" else []
+    c = train.settings([f"--lr_schedule={schedule}", *end, "--steps=6", "--warmup=1", "--lr=0.1"])
     found = [train.learning_rate(c, step) / c.lr for step in range(6)]
     assert found == pytest.approx(want, abs=1e-5)
+    with pytest.raises(ValueError, match="lr_end=0.2: lr_schedule=constant goes nowhere"):
+        train.settings(["--lr_end=0.2"])
     c.steps = 1  # nothing to go down in
     assert train.learning_rate(c, 0) / c.lr == pytest.approx(0.5)
 
