@@ -339,8 +339,8 @@ def rows_of(text):
 
 
 @pytest.mark.parametrize("page, title, folder, arms", [
-    ("README.md", "What it shows", "main-cpu", FIVE),
-    ("docs/results.md", "Five arms", "main-cpu", FIVE),
+    ("README.md", "What it shows", "main", FIVE),
+    ("docs/results.md", "Five arms", "main", FIVE),
     ("docs/results.md", "At the ceiling", "ceiling", ARMS)])
 def test_the_table_of_arms_is_that_of_the_logs(page, title, folder, arms):
     found = tables(f"results/{folder}/table.md")
@@ -350,32 +350,84 @@ def test_the_table_of_arms_is_that_of_the_logs(page, title, folder, arms):
         row, name = rows[arm], full[arm]
         assert float(row[1]) == float(name.split(" lr=")[1])
         for column, cache in zip((2, 3), ("Served compressed", "Served dense")):
-            measured = found[cache][name]
-            shown = measured[2] if folder == "ceiling" else measured[3]  # mean, or each seed
-            assert row[column].split(" (")[0] == shown, (arm, cache)
+            mean, _, worst, best = found[cache][name][2:6]
+            assert row[column].split(" (")[0] == mean, (arm, cache)
             if folder == "ceiling":
-                assert row[column].endswith(f"({measured[4]})"), (arm, cache)
+                assert row[column].endswith(f"({found[cache][name][4]})"), (arm, cache)
             elif page != "README.md":  # best evaluations beside
-                assert row[column].endswith(f" (best {measured[5]})"), (arm, cache)
+                assert row[column].endswith(f" (best {best})"), (arm, cache)
         assert row[4] == found["Training"][name][3].split(", ")[-1], arm
 
 
+def mean_and_seeds(folder, label):
+    """What a page says of an arm's rewards under both caches, and of its gap."""
+    found = tables(f"results/{folder}/table.md")
+    name, = [name for name in found["Served compressed"]
+             if re.sub(r" lr=\S+", "", name) == label]
+    both = [found[cache][name] for cache in ("Served compressed", "Served dense")]
+    return [f"{row[2].split()[0]} ({row[3]})" for row in both], found["Training"][name][3]
+
+
+@pytest.mark.parametrize("title, folder, number", [
+    ("All arms", "main", 11), ("The KL's weight", "weights", 9),
+    ("Other budgets and methods", "budgets methods", 17), ("600 steps", "long", 2)])
+def test_the_smaller_tables_are_those_of_the_logs(title, folder, number):
+    rows, seen = rows_of(section(read("docs/results.md"), title)), 0
+    for label, row in rows.items():
+        if label != "arm" and not label.startswith("---"):
+            budget = label.endswith(("=84", "=120"))
+            where = folder if " " not in folder else ("budgets" if budget else "methods")
+            both, gap = mean_and_seeds(where, label)
+            assert both == (row[2:4] if folder == "main" else row[1:3]), label
+            assert folder != "main" or row[4] == gap.split(", ")[-1], label
+            seen += 1
+    assert seen == number
+
+
+def test_the_bases_are_those_of_the_logs():
+    text = section(read("docs/results.md"), "The base")
+    rows = [cells(line) for line in text.splitlines() if line.startswith("| ")][1:]
+    folders = ["bases/m1175", "bases/m1165", "main", "bases/seed1", "bases/m1200",
+               "bases/m1300", "bases/ceiling"]
+    for row, folder in zip(rows, folders, strict=True):
+        found = tables(f"results/{folder}/table.md")
+        compressed, dense = found["Served compressed"], found["Served dense"]
+        for cell, arm in zip(row[1:], ("before training", "dense", "naive", "shadow", "smd"),
+                             strict=True):
+            name = next(name for name in compressed if name.split(" lr=")[0] == arm)
+            said = " / ".join(x[name][2].split()[0] for x in (compressed, dense))
+            assert cell == said, (folder, arm)
+
+
+def test_the_gold_prefix_is_that_of_the_log():
+    with open(os.path.join(ROOT, "results", "forced.json")) as f:
+        found = json.load(f)
+    rows = rows_of(section(read("docs/results.md"), "What the dense policy lacks"))
+    for name, (kinds, _) in found.items():
+        label = "before training" if name == "data/tiny" else name.split("/")[1].split(",")[0]
+        if name.startswith("long/"):
+            label += ", 600 steps"
+        assert rows[label][1:] == [f"{kinds[cache][kind]:.3f}" for cache in
+                                   ("compressed", "dense") for kind in ("order", "codes")]
+    assert len(found) == len(rows) - 1 == 10  # the first is the head
+
+
 def test_the_comparisons_are_those_of_the_logs():
-    found = tables("results/main-cpu/table.md")["Comparisons"]
-    assert "named before the first run" in read("results/main-cpu/table.md")
+    found = tables("results/main/table.md")["Comparisons"]
+    assert "named before the first run" in read("results/main/table.md")
     rows = rows_of(section(read("docs/results.md"), "Five arms"))
     named = [name for name in found if name.startswith("smd ")]
     assert len(named) == 5
     for name in named:
-        short = re.sub(r" lr=[^ ,]+", "", name)
-        measured = found[name]
-        assert rows[short][1] == measured[2].split(" ")[0]
-        assert rows[short][2].split() == re.findall(r"[+-]\d\.\d{3}", measured[3]), name
+        row, measured = rows[re.sub(r" lr=[^ ,]+", "", name)], found[name]
+        assert row[1] == measured[2], name
+        assert row[2:5] == measured[4:7] or ">" in name
+        assert row[5].split() == re.findall(r"[+-]\d\.\d{3}", measured[3]), name
 
 
 def test_the_rates_are_those_of_the_logs():
     """Every cell of the table, and in bold what the rule chooses."""
-    rows = rows_of(section(read("docs/results.md"), "All arms, and their rates"))
+    rows = rows_of(section(read("docs/results.md"), "Rates"))
     tuned = plan.tuned()
     assert rows.keys() >= tuned.keys() and len(tuned) == 16
     grid = [float(x) for x in rows["arm"][1:]]
@@ -392,13 +444,17 @@ def test_the_rates_are_those_of_the_logs():
 
 
 def test_the_default_is_that_of_the_logs():
-    rows = rows_of(section(read("docs/results.md"), "python train.py"))
-    for name, row in (("smd", rows["smd (the default)"]), ("naive", rows["naive"])):
-        run = load("results/default-cpu")[name]["logs"]
-        evals = [[r for r in log if "eval_dense" in r] for log in run.values()]
-        pairs = [["{eval_compressed:.3f}/{eval_dense:.3f}".format(**e[i]) for e in evals]
-                 for i in (0, -1)]
-        assert len(run) == 5 and set(pairs[0]) == {row[1]} and row[2] == ", ".join(pairs[1])
+    text = section(read("docs/results.md"), "python train.py")
+    rows = rows_of(text)
+    for where, machine in (("default-cpu", "CPU"), ("default-h200", "H200")):
+        for name, label in (("smd", "smd (the default)"), ("naive", "naive")):
+            run = load(f"results/{where}")[name]["logs"]
+            evals = [[r for r in log if "eval_dense" in r] for log in run.values()]
+            first, last = (["{eval_compressed:.3f}/{eval_dense:.3f}".format(**e[i])
+                            for e in evals] for i in (0, -1))
+            assert len(run) == 5 and set(first) == {"0.014/0.133"}
+            assert "before training 0.014/0.133" in text
+            assert rows[f"{label}, {machine}"][1] == ", ".join(last)
 
 
 def gsm8k(title):
