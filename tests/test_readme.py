@@ -534,7 +534,7 @@ def test_gsm8k_is_that_of_the_logs():
         assert row[2].split() == [f"{x:+.3f}" for x in each]
         seen.append(name)
         if name == "shadow - naive, served compressed":
-            assert (f"shadow ends {mean:.3f} above naive with the compressed cache"
+            assert (f"What shadow gains over naive ({mean:.3f} compressed)"
                     in " ".join(read("README.md").split()))
     assert len(seen) == 10
 
