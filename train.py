@@ -69,7 +69,7 @@ device = "auto"          # auto: cuda if there is one; cpu, cuda, cuda:1
 dtype = "auto"           # of the weights: float32, bfloat16; auto: by size on cuda, else float32
 # model and task
 model = TINY             # a folder or a hub name; here the embedded checkpoint
-task = "kv4"             # needle, kv, kv4, kv16, own, hop, sum, a .jsonl file, or gsm8k:FOLDER
+task = "kv4"             # needle, kv, kv4, kv16, list, own, hop, sum, a .jsonl file, gsm8k:FOLDER
 eval_task = ""           # a .jsonl file of held-out problems; "": a tenth of the task's, by a hash
 reward = "auto"          # auto, exact, number, boxed, math, choice, contains, or module:function
 shots = 0                # problems of the file that come first in every prompt, answered; 0 .. 8

@@ -25,6 +25,10 @@ fraction of codes that are right. Their form is fixed, "coin 4768 lamp 1203", be
 finds every loophole: where the number alone was right, the first token, which is predicted before
 any key is evicted, soon said three of its four digits.
 
+list is for real models: six codes in any wording, which `listed` judges. In front of each of its
+problems stands the same short one with its answer, as turns of a chat where the model has a chat
+template, so that no run waits for luck to earn its first reward.
+
 Left out on purpose: RULER's essays (a download), its multi-value variants, word counting.
 """
 import bisect
@@ -33,6 +37,7 @@ import itertools
 import json
 import math
 import random
+import re
 from dataclasses import replace
 from statistics import median_high
 
@@ -100,6 +105,10 @@ From the {place} you can see the {kind} mountains.
 {name} counted the stars above the {place}.
 The winter was mild and the {place} stayed open.""".split("\n")
 
+# of `listed`: a word and its code; words, and numbers of four digits that are no part of another
+FACT = re.compile(r"for ([a-z]+) is (\d{4})\.", re.ASCII)
+SAID = re.compile(r"(?<![\w.,])\d{4}(?!\w|[.,]\d)|[A-Za-z]+", re.ASCII)
+
 NUMBER_ONLY = "Answer with the number only."
 
 
@@ -118,11 +127,11 @@ def codes(rng, n):
     return [str(c) for c in rng.sample(range(1000, 10000), n)]
 
 
-def coded_keys(rng):
+def coded_keys(rng, things=THINGS):
     """(key, code) pairs without repetition: 122 keys of one word first, then 1,386 of two;
     enough for about 14,000 tokens."""
     seen = set()
-    for keys in (THINGS, [f"{kind} {place}" for kind in KINDS for place in PLACES]):
+    for keys in (things, [f"{kind} {place}" for kind in KINDS for place in PLACES]):
         for key in rng.sample(keys, len(keys)):
             code = rng.randrange(1000, 10000)
             while code in seen:
@@ -151,6 +160,16 @@ def kv(rng, asked=1):
     facts = list(itertools.islice(lines, 4 * asked))  # at most a quarter of them is asked for
     question = f"Repeat each word with its code: {', '.join(key for key, _ in wanted)}."
     return facts, lines, question, " ".join(f"{key} {code}" for key, code in wanted)
+
+
+def list_(rng, things=THINGS):
+    pairs = coded_keys(rng, things)
+    wanted = list(itertools.islice(pairs, 6))
+    facts = [f"The code for {key} is {code}." for key, code in wanted]
+    lines = (f"The code for {key} is {code}." for key, code in pairs)
+    question = f"Repeat each word with its code: {', '.join(key for key, _ in wanted)}."
+    # as answer the facts once more: what an example shows need only be copied
+    return facts, lines, question, " ".join(facts)
 
 
 def own(rng):
@@ -191,9 +210,30 @@ def problem(task, split, seed, index, tokens, encode):
         raise ValueError(f"unknown task {task!r}: one of {', '.join(TASKS)}, "
                          "or a .jsonl file read by read_problems")
     check_split(split)
+    build, answer = draw(task, f"{split}/{seed}/{index}", TASKS[task][0])
+
+    def size(n):
+        return len(encode(build(n)))
+
+    return generated(task, build(fit(size, tokens, f"task {task}")), answer)
+
+
+def example(task):
+    """The worked example in front of a task's problems: its facts and the question alone."""
+    build, answer = draw(task, "example", EXAMPLES[task])
+    return generated(task, build(0), answer)
+
+
+def generated(task, text, answer):
+    return Problem(task, text, answer, row=dict(prompt=text, answer=answer))
+
+
+def draw(task, name, make):
+    """-> build: number of other sentences -> text; the answer. name: of the problem; make: rng ->
+    what it is made of."""
     # a string is hashed with sha512: the same on every machine
-    rng = random.Random(f"{task}/{split}/{seed}/{index}")
-    facts, supply, question, answer = TASKS[task][0](rng)
+    rng = random.Random(f"{task}/{name}")
+    facts, supply, question, answer = make(rng)
     if not isinstance(answer, str):
         raise ValueError(f"task {task} draws the answer {answer!r}, must be text")
     # drawn before any filler, so that depths do not depend on the length
@@ -211,11 +251,7 @@ def problem(task, split, seed, index, tokens, encode):
             done = at
         return " ".join(parts + body[done:n]) + f"\n{question}"
 
-    def size(n):
-        return len(encode(build(n)))
-
-    text = build(fit(size, tokens, f"task {task}"))
-    return Problem(task, text, answer, row=dict(prompt=text, answer=answer))
+    return build, answer
 
 
 def fit(size, tokens, what):
@@ -335,6 +371,29 @@ def check_split(split):
 
 # rewards
 
+def listed(text, gold):
+    """The number of words whose code is right, divided by the number of words, or of codes said,
+    if they are more; gold: "The code for coin is 4768. The code for lamp is 1203."
+
+    A word's code is the first number of four digits behind it, before another of gold's words,
+    where it is first said with one. Wording and other numbers count for nothing. So a code without
+    its word and a second guess earn nothing, a code given to two words is wrong for both, and a
+    list of all codes earns the less, the longer it is."""
+    want = dict(FACT.findall(gold))
+    said, word, codes = {}, None, 0
+    for found in SAID.findall(text):
+        if found.lower() in want:
+            word = found.lower()
+        elif found.isdigit():
+            codes += 1
+            if word:
+                said.setdefault(word, found)
+            word = None
+    given = [*said.values()]
+    right = sum(said.get(word) == code and given.count(code) == 1 for word, code in want.items())
+    return right / max(len(want), codes, 1)
+
+
 def reward(problem, text):
     """What the response text earns: 1.0 if it answers the problem, else 0.0, or whatever number
     the rule of a task of your own returns. text: without stop tokens, which would be words of
@@ -399,10 +458,13 @@ TASKS = {
     "kv": (kv, in_form),
     "kv4": (functools.partial(kv, asked=4), in_form),
     "kv16": (functools.partial(kv, asked=16), in_form),
+    "list": (list_, listed),
     "own": (own, only_number),
     "hop": (hop, only_number),
     "sum": (sum_, last_number),
 }
+# tasks with a worked example: what makes it, of words that no problem names
+EXAMPLES = {"list": functools.partial(list_, things=PLACES)}
 
 
 class Problems:
@@ -432,6 +494,8 @@ class Problems:
                 no_chat = "raw_text=True" if raw_text else "this checkpoint has no chat template"
             paths = sum(files_of(task, eval_task).values(), [])
             self.file, examples = read_splits(paths, shots, self.notes, rule=rule, no_chat=no_chat)
+        elif task in EXAMPLES:
+            examples = [example(task)]
         self.encode = prompt_encoder(tok, template, examples, raw=raw_text, control=control_tokens)
         self.thinks = opens_thought(tok, self.encode)
         if self.file:

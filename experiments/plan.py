@@ -1,19 +1,28 @@
 """
-The runs behind docs/results.md on the embedded checkpoint, in parts. Arms, seeds, rates, the rule
-that chooses among rates and the named comparisons stood here before the first of these runs.
+The runs behind docs/results.md, in parts. Arms, seeds, rates, the rule that chooses among rates and
+the named comparisons stood here before the first of these runs.
 
     python -m experiments.plan tune --jobs=16        # OUT/tune, logs in results/tune
     python -m experiments.plan rates                 # what the rule chooses, from results/tune
     python -m experiments.plan main budgets long     # at these rates
     python -m experiments.plan bases OUT/m1200 ...   # the four arms on other checkpoints
+    python -m experiments.plan list-pilot --model=smollm2    # a real model, long lists: its rates
+    python -m experiments.plan list --model=smollm2 --jobs=4
+    python -m experiments.plan gsm8k --model=qwen --task=gsm8k/train.jsonl
 
-Each part is one command of experiments/ablate.py: what was finished is not run again.
+Each part is one or two commands of experiments/ablate.py: what was finished is not run again. Other
+options go to every run. A part's first word stands for all that begin with it and a slash.
 
 The rule. An arm's rate is the one with the largest sum of both held-out rewards, each the mean of a
 run's last two evaluations, averaged over the seeds of `tune`. Seeds and held-out problems of `tune`
 (the numbers from 10,000 on) are in no other part. If the choice is the lowest or the highest rate
 tried, one rate more is tried beyond it (`tune` again), and the choice is made among all. Arms that
 are no arm of the main five have three rates and one seed.
+
+On the real model (config/smollm2.py) the rule is the same, but `list-pilot` has two rates, one seed
+and the middle budget, and no rate is tried beyond. Its budgets are to be mild, middle and strong:
+before the first run of `list` a pilot may replace them. In `gsm8k` all arms have the rate of shadow
+and smd, at which naive and tis have not been run on five seeds.
 """
 import os
 import subprocess
@@ -35,6 +44,15 @@ TUNE = ["--steps=150", "--eval_every=10", "--eval_problems=256", "--eval_final=5
 # Holm's four, and one margin outside: smd is no worse than the dense arm where that is at home
 COMPARE = ("smd/naive/compressed,smd/naive/dense,smd/shadow/dense,smd/tis/compressed,"
            "smd/dense/dense>-0.02")
+# the real model: after LONG, whose options these replace
+BUDGETS = dict(mild=640, middle=512, strong=384)  # of 1,150 prompt keys
+LIST = ["--steps=200", "--eval_every=25", "--eval_problems=128", "--eval_final=256",
+        "--eval_batch=128", "--lean=True"]
+LIST_COMPARE = "smd/naive/compressed,smd/shadow/compressed,smd/shadow/dense,smd/tis/compressed"
+GSM8K = ["--steps=80", "--eval_every=20", "--eval_problems=128", "--eval_final=512",
+         "--eval_batch=512", "--lean=True"]
+GSM8K_COMPARE = ("shadow/naive/compressed,smd/naive/compressed,smd/naive/dense,"
+                 "smd/tis/compressed")
 OUT, KEEP = "out-plan", "results"
 
 
@@ -46,9 +64,9 @@ def at(lr):
     return f"--lr={lr:g}".replace("e-0", "e-")
 
 
-def tuned():
+def tuned(part="tune"):
     """{arm: {rate: (sum of both rewards, compressed, dense), means over seeds}} of what is there"""
-    kept, found = os.path.join(KEEP, "tune"), {}
+    kept, found = os.path.join(KEEP, part), {}
     if not os.path.exists(os.path.join(kept, "settings.json")):
         return found
     for name, a in load(kept).items():
@@ -81,9 +99,31 @@ def tune_arms():
     return parts
 
 
-def rate():
+def rate(part="tune"):
     """{arm: the option of its chosen rate}"""
-    return {name: at(choose(rates)) for name, rates in tuned().items()}
+    return {name: at(choose(rates)) for name, rates in tuned(part).items()}
+
+
+def real_parts():
+    """Of the real models; `list` only once list-pilot has a rate for each arm."""
+    def arms(base, names, options):
+        return [arm(f"{base}.py+config/{name}", options[name]) for name in names]
+
+    slow, fast, harmful = (dict.fromkeys(MAIN, at(lr)) for lr in (2e-5, 4e-5, 3e-6))
+    keys = {name: [*LIST, f"--budget={n}"] for name, n in BUDGETS.items()}
+    found = {
+        "list-pilot": [([*arms("smollm2", MAIN, slow), *arms("smollm2", MAIN, fast)],
+                        [*keys["middle"], "--seeds=1", "--first=100", "--eval_first=10000"])],
+        "gsm8k": [(arms("gsm8k", ["naive", "tis", "shadow", "smd"], harmful),
+                   [*GSM8K, "--seeds=5", f"--compare={GSM8K_COMPARE}"])]}
+    lr, tried = rate("list-pilot"), tuned("list-pilot")
+    if all(len(tried.get(name, ())) == 2 for name in MAIN):
+        found["list/middle"] = [(arms("smollm2", MAIN, lr),
+                                 [*keys["middle"], "--seeds=5", f"--compare={LIST_COMPARE}"])]
+        for name in ("mild", "strong"):
+            found[f"list/{name}"] = [(arms("smollm2", ["naive", "shadow", "smd"], lr),
+                                      [*keys[name], "--seeds=2"])]
+    return found
 
 
 def parts(folders=()):
@@ -124,7 +164,7 @@ def parts(folders=()):
         "tasks/kv": [([f"config/kv.py+{each}" for each in arms(three)], ["--seeds=2"])],
         "tasks/kv16": [([f"config/kv16.py+{each}" for each in arms(three)],
                         ["--seeds=1", "--steps=40"])],
-        **other_bases}
+        **other_bases, **real_parts()}
 
 
 def run(part, settings, todo, jobs):
@@ -142,22 +182,26 @@ def main(argv):
     with one_line_errors(ValueError, OSError):
         jobs = [int(arg.partition("=")[2]) for arg in argv if arg.startswith("--jobs=")] or [1]
         names = [arg for arg in argv if not arg.startswith("--")]
+        more = [arg for arg in argv if arg.startswith("--") and not arg.startswith("--jobs=")]
         failed = 0
         if "rates" in names:
-            for name, rates in tuned().items():
+            for name, rates in [*tuned().items(), *tuned("list-pilot").items()]:
                 each = "  ".join(f"{lr:g}: {compressed:.3f}/{dense:.3f}"
                                  for lr, (_, compressed, dense) in sorted(rates.items()))
                 tell(f"{name:12} {each}  -> {choose(rates):g}")
         elif "tune" in names:
             for arms, seeds in tune_arms():
-                failed += run("tune", TUNE, [(arms, [f"--seeds={seeds}"])], jobs[0])
+                failed += run("tune", TUNE, [(arms, [f"--seeds={seeds}", *more])], jobs[0])
         else:
             folders = [name for name in names if os.path.isdir(name)]
             there = parts(folders)
             for name in names:
-                for part in there:
-                    if part == name or (name == "bases" and part.startswith("bases/")):
-                        failed += run(part, LONG, there[part], jobs[0])
+                chosen = [part for part in there if part == name or part.startswith(f"{name}/")]
+                if not chosen and name not in folders:
+                    raise ValueError(f"no part {name!r}: {', '.join(there)}")
+                for part in chosen:
+                    todo = [(arms, [*options, *more]) for arms, options in there[part]]
+                    failed += run(part, LONG, todo, jobs[0])
     raise SystemExit(bool(failed))
 
 

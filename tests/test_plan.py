@@ -24,9 +24,16 @@ def test_a_choice_at_the_end_gets_one_rate_more(best, more, monkeypatch):
     assert [arm.replace("3e-05", "3e-5") for arm in asked] == wanted
 
 
-def test_every_part_is_a_request_that_ablate_takes():
+def rates_of_pilots(monkeypatch, found):
+    """Let `tuned` find these rates in list-pilot, and in tune what is there."""
+    there = plan.tuned()
+    monkeypatch.setattr(plan, "tuned", lambda part="tune": {"tune": there}.get(part, found))
+
+
+def test_every_part_is_a_request_that_ablate_takes(monkeypatch):
     """At the rates of results/tune; every comparison that is named has its arms."""
     rates, seen = plan.rate(), 0
+    rates_of_pilots(monkeypatch, {name: {2e-5: (1,), 4e-5: (2,)} for name in plan.MAIN})
     assert set(rates) == {*plan.MAIN, *plan.OTHERS}
     for todo in plan.parts(["data/tiny"]).values():
         for arms, options in todo:
@@ -39,6 +46,38 @@ def test_every_part_is_a_request_that_ablate_takes():
                 with pytest.raises(ValueError, match="compare: no arm"):  # control
                     ablate.comparisons(dict(named, compare="smd/other/dense"), found)
     assert seen > 180
+
+
+def test_a_real_model_has_its_rates_before_its_runs(monkeypatch):
+    """Each arm its better one, and no part of `list` while one of both is missing."""
+    found = {name: {2e-5: (2 - (name == "smd"),), 4e-5: (1.5,)} for name in plan.MAIN}
+    rates_of_pilots(monkeypatch, found)
+    parts = plan.parts()
+    (arms, options), = parts["list/middle"]
+    assert arms == [f"config/smollm2.py+config/{name}.py --lr={4 if name == 'smd' else 2}e-5"
+                    for name in plan.MAIN]
+    assert "--seeds=5" in options and "--budget=512" in options
+    (arms, pilot), = parts["list-pilot"]
+    assert len(arms) == 10 and {"--first=100", "--eval_first=10000", "--seeds=1"} < {*pilot}
+    assert not {"--first=100", "--eval_first=10000"} & {*options}
+    assert [part for part in parts if part.startswith("list/")] == [
+        "list/middle", "list/mild", "list/strong"]
+    for lacks in (dict(found, tis={2e-5: (1,)}), {**found, "tis": {}}, {}):
+        rates_of_pilots(monkeypatch, {name: its for name, its in lacks.items() if its})
+        assert {"list-pilot", "gsm8k"} == {
+            part for part in plan.parts() if part.startswith(("list", "gsm8k"))}
+
+
+def test_a_name_stands_for_its_parts_and_options_go_to_each(monkeypatch):
+    ran = []
+    monkeypatch.setattr(plan, "run", lambda part, settings, todo, jobs: ran.append(
+        (part, [options[-1] for _, options in todo], jobs)) or 0)
+    with pytest.raises(SystemExit, match="0|False"):
+        plan.main(["tasks", "gsm8k", "--jobs=3", "--model=m"])
+    assert ran == [("tasks/kv", ["--model=m"], 3), ("tasks/kv16", ["--model=m"], 3),
+                   ("gsm8k", ["--model=m"], 3)]
+    with pytest.raises(SystemExit, match="no part 'task': main, "):
+        plan.main(["task"])
 
 
 def test_tuning_and_judging_share_no_problem():

@@ -22,7 +22,7 @@ def made(task, split, seed, index, tokens):
 
 def least(task):
     """Tokens, as `made` counts them, that are enough for a prompt of a task."""
-    return {"kv4": 140, "kv16": 500}.get(task, 60)
+    return {"kv4": 140, "kv16": 500, "list": 80}.get(task, 60)
 
 
 @pytest.fixture(scope="module")
@@ -67,6 +67,38 @@ def test_a_hack_earns_nothing(text):
     ("coin 4768 lamp 1203 or 1204", 0), ("", 0)])
 def test_codes_are_graded_in_their_form_alone(text, want):
     assert score("kv4", "coin 4768 lamp 1203", text) == want
+
+
+GOLD = "The code for coin is 4768. The code for lamp is 1203."
+
+
+@pytest.mark.parametrize("text, want", [
+    # any wording, any order, and what a chat model dresses a list with
+    (GOLD, 1), ("coin 4768 lamp 1203", 1), ("Lamp: 1203\nCOIN: 4768", 1),
+    ("Here are the codes:\n\n1. **coin** - `4768`\n2. **lamp** - `1203`", 1),
+    ("The 2 words coin and lamp have codes: coin's code is (4768), the lamp's 1203!", 1),
+    ("coin = 47680, no, 4768. lamp = 1203", 1), ('{"coin": 4768, "lamp": "1203"}', 1),
+    # a part
+    ("coin 4768", 0.5), ("coin 4768 lamp 1204", 0.5), ("coin 4768, lamp and box 1204", 0.5),
+    ("coin, lamp: 1203", 0.5), ("coin 4768 lamp", 0.5), ("box 9999 coin 4768", 0.5),
+    # codes without words, words without codes, swapped, in front of their words
+    ("4768 1203", 0), ("coin lamp", 0), ("coin, lamp: 4768, 1203", 0), ("coin 1203 lamp 4768", 0),
+    ("4768 coin, 1203 lamp", 0), ("", 0),
+    # one code for all words, also if it is one of theirs
+    ("coin 4768 lamp 4768", 0), ("coin lamp 4768", 0), ("coin 1203 lamp 1203", 0),
+    # a second guess, in whatever place, and a word that is said again
+    ("coin 1000 4768", 0), ("coin 1000 or 4768, lamp 1203", 1 / 3), ("coin 1000, coin 4768", 0),
+    ("coin 4768 1000 1001 1002 lamp 1203", 2 / 5), ("coin 4768 lamp 1203 coin 4769", 2 / 3),
+    ("coin 4768 lamp 1203 " * 3, 2 / 6),
+    # everything listed
+    (GOLD + " ".join(f"{thing} {i}" for i, thing in enumerate(tasks.THINGS, 5000)), 2 / 124),
+    (" ".join(f"{thing} {i}" for i, thing in enumerate(tasks.THINGS, 5000)) + GOLD, 0),
+    # what only looks like a code or a word
+    ("coin 47681203 lamp 1203", 0.5), ("coin 4,768", 0), ("coin 4768.5", 0), ("coin X4768", 0),
+    ("coin 4768x", 0), ("coin ٤٧٦٨", 0), ("coin 476 8", 0), ("coins 4768", 0), ("coincoin 4768", 0),
+    ("co in 4768", 0)])
+def test_what_a_list_earns(text, want):
+    assert score("list", GOLD, text) == pytest.approx(want)
 
 
 def graded_first_tokens(tok, rule, gold):
@@ -354,9 +386,11 @@ def solve(task, text):
     body, question = text.rsplit("\n", 1)
     sentences = [s.rstrip(".").split() for s in body.split(". ")]
     q = question.split("?")[0].split()
-    if task.startswith("kv"):
+    if task.startswith("kv") or task == "list":
         codes = dict(re.findall(r"The code for ([^.]+) is (\d+)", body))
-        return " ".join(f"{key} {codes[key]}" for key in question[:-1].split(": ")[1].split(", "))
+        form = "The code for {} is {}." if task == "list" else "{} {}"
+        return " ".join(form.format(key, codes[key])
+                        for key in question[:-1].split(": ")[1].split(", "))
     if task == "needle":
         key = q[q.index("for") + 1:]
         found = [s[-1] for s in sentences
@@ -381,15 +415,34 @@ def test_gold_answers_follow_from_the_text(task):
     def plus_one(number):
         return str(int(number[0]) + 1)
 
-    asked = dict(kv4=4, kv16=16).get(task, 1)
+    asked = dict(kv4=4, kv16=16, list=6).get(task, 1)
     for i in range(60):
         p = made(task, "eval", 5, i, tokens=700)
         assert solve(task, p.text) == p.answer
         assert reward(p, p.answer) == 1.0
         assert p.text.count("\n") == 1
-        assert p.text.endswith("Answer with the number only.") == (not task.startswith("kv"))
+        assert p.text.endswith("Answer with the number only.") == (
+            not task.startswith("kv") and task != "list")
         assert reward(p, re.sub(r"\d+", plus_one, p.answer)) == 0.0
-        assert reward(p, re.sub(r"\d+", plus_one, p.answer, count=1)) == 1 - 1 / asked
+        assert reward(p, re.sub(r"\d+", plus_one, p.answer, count=1)) == (asked - 1) / asked
+
+
+def test_a_worked_example(tok, monkeypatch):
+    """The same in front of every problem of list; no problem knows its words."""
+    shown = Problems("list", tok, seed=0, tokens=900, n_eval=4)
+    p = tasks.example("list")
+    assert reward(p, p.worked) == 1 and solve("list", p.text) == p.worked
+    head = f"{p.text}\nAnswer: {p.worked}\n\n"
+    for split in ("train", "eval"):
+        (p,), (ids,) = shown.get(split, [3])
+        assert tok.decode(ids) == f"{head}{p.text}\nAnswer:" and 880 < len(ids) <= 900
+        own, asked = (set(re.findall(r"for (\w+) is", text)) for text in (head, p.text))
+        assert len(own) == 6 and len(asked) > 60 and not own & asked
+        monkeypatch.setitem(tasks.EXAMPLES, "list", tasks.list_)  # control
+        assert set(re.findall(r"for (\w+) is", tasks.example("list").text)) & asked
+    none = Problems("kv4", tok, seed=0, tokens=256, n_eval=4)
+    (p,), (ids,) = none.get("eval", [3])
+    assert tok.decode(ids) == f"{p.text}\nAnswer:"
 
 
 def test_facts_stand_anywhere():
