@@ -167,7 +167,7 @@ def parts(folders=()):
         "tasks/kv": [([f"config/kv.py+{each}" for each in arms(three)], ["--seeds=2"])],
         "tasks/kv16": [([f"config/kv16.py+{each}" for each in arms(three)],
                         ["--seeds=1", "--steps=40"])],
-        "default": [([arm("smd", *options.split()) for options in DEFAULTS],
+        "default-pilot": [([arm("smd", *options.split()) for options in DEFAULTS],
                      ["--seeds=8", "--first=200", "--steps=60", "--lr=6e-4", "--eval_every=20",
                       "--eval_first=10000", "--eval_problems=128", "--lean=True"])],
         **other_bases, **real_parts()}
