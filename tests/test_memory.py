@@ -4,12 +4,12 @@ import re
 
 import pytest
 import torch
+from support.dry_run import changed, disk, dry_run_of, savings, tell_whole_run
 
 import rollout
 import train
 from conftest import prompts, read_checkpoint, read_log, toy, train_here
 from experiments import ablate
-from support.dry_run import changed, disk, dry_run_of, savings, tell_whole_run
 from support.memory import Cost, compare, highest, measure, ran_out
 
 MB = 10**6

@@ -34,7 +34,8 @@ from conftest import (
 from objectives.dpo import DPO
 from support.checkpoint import UNFINISHED, write_checkpoint, write_whole
 from support.metrics import Metrics
-from support.run import choose_device, hold, settings_kept, tell
+from support.run import choose_device, hold, settings_kept
+from support.screen import tell
 
 
 def masters(out_dir):

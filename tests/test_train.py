@@ -37,7 +37,8 @@ from objectives.dpo import DPO
 from rollout import generate
 from support.lora import LoRA
 from support.metrics import Metrics, quantile
-from support.run import one_line_errors, read_list
+from support.run import read_list
+from support.screen import one_line_errors
 
 # a whole run
 

@@ -19,7 +19,7 @@ import torch
 import train
 from conftest import FAST, ROOT, Forked, share_of_digits, train_here
 from experiments import logs
-from support.run import LAST, one_line_errors, progress, say, tell
+from support.screen import LAST, one_line_errors, progress, say, tell
 
 
 def rows_of(out):
