@@ -13,6 +13,7 @@ import torch
 import grpo
 import kvcache
 import train
+from run.report import show
 from conftest import share_of_digits
 from data import tasks
 from data.answers import RULES
@@ -283,7 +284,7 @@ def test_the_output_one_should_see_is_the_logs():
     said = " ".join(read("README.md").split())
     assert (f"takes {kept['kv_kept'] / 1e6:.1f} MB where full caches would take "
             f"{kept['kv_dense'] / 1e6:.1f} MB, or {kept['kv_dense_shared'] / 1e6:.1f} MB") in said
-    assert step == train.show(next(r for r in run if "grad_norm" in r)) + "\n"
+    assert step == show(next(r for r in run if "grad_norm" in r)) + "\n"
 
 
 def test_ten_lines_of_python(capsys):

@@ -289,7 +289,7 @@ def objective_gradients(rows, **changes):
         torch.nn.init.constant_(objective.value.weight, 0.02)
     r, kept = sampled(net), Gradients(opt)
     teacher = toy(seed=5) if c.teacher == "initial" else None
-    log = train.update(net, opt, objective, r, rewards=some_rewards(4, 4), c=c, lr=1e-3,
+    log = learn(net, opt, objective, r, rewards=some_rewards(4, 4), c=c, lr=1e-3,
                        teacher=teacher)
     return kept.found, log
 
@@ -373,7 +373,7 @@ def test_several_updates_per_rollout(name):
     r = generate(net, prompts(61, 40), 4, 12, seed=1, **SMALL)
     c, objective, opt = learner(net, initial=toy(), objective=name, updates=3)
     rewards = some_rewards(2, 4)
-    log = train.update(net, opt, objective, r, rewards=rewards, c=c, lr=1e-2)
+    log = learn(net, opt, objective, r, rewards=rewards, c=c, lr=1e-2)
     assert log["gap_max"] <= 1e-4
     if name == "dpo":
         assert log["pairs"] == 2
@@ -382,7 +382,7 @@ def test_several_updates_per_rollout(name):
         assert log["clip_frac"] > 0
         net = toy()  # control: one update clips nothing
         c, objective, opt = learner(net, objective=name)
-        one = train.update(net, opt, objective, r, rewards=rewards, c=c, lr=1e-2)
+        one = learn(net, opt, objective, r, rewards=rewards, c=c, lr=1e-2)
         assert one["clip_frac"] == 0
 
 
@@ -398,7 +398,7 @@ def test_ratios_are_to_the_policy_before_the_first_update():
         return loss(out, part, batch, old=old, whole=whole)
 
     objective.loss = spy
-    train.update(net, opt, objective, sampled(net), rewards=some_rewards(4, 4), c=c, lr=1e-2)
+    learn(net, opt, objective, sampled(net), rewards=some_rewards(4, 4), c=c, lr=1e-2)
     assert was[0] is None and torch.equal(was[1], now[0]) and torch.equal(was[2], now[0])
     assert not torch.equal(now[1], now[0])
 
@@ -410,7 +410,7 @@ def test_the_loss_of_an_update_by_hand(model, student, distill_on):
     c, objective, opt = learner(model, distill=0.3, distill_to=student, distill_on=distill_on)
     r, rewards = sampled(model), some_rewards(4, 4)
     kept = Gradients(opt)
-    log = train.update(model, opt, objective, r, rewards=rewards, c=c, lr=1e-3)
+    log = learn(model, opt, objective, r, rewards=rewards, c=c, lr=1e-3)
     out = replay(model, r, distill_to=student)
     scale = grpo.token_scale(r.mask)
     loss, _ = grpo.policy_loss(out["shadow"], None, advantages(rewards), r.mask)
@@ -433,7 +433,7 @@ def test_the_one_sided_estimate_by_hand(model, policy):
                                 learner=policy)
     r, rewards = sampled(model), some_rewards(4, 4)
     kept = Gradients(opt)
-    log = train.update(model, opt, objective, r, rewards=rewards, c=c, lr=1e-3)
+    log = learn(model, opt, objective, r, rewards=rewards, c=c, lr=1e-3)
     out = replay(model, r)
     loss, _ = grpo.policy_loss(out[policy], None, advantages(rewards), r.mask)
     behind = out["shadow"].detach() - out["dense"]
@@ -452,7 +452,7 @@ def constant_rewards(reward, **changes):
     net = toy()
     c, objective, opt = learner(net, initial=toy(seed=5), **changes)
     kept = Gradients(opt)
-    log = train.update(net, opt, objective, sampled(net), rewards=torch.full((4, 4), reward), c=c,
+    log = learn(net, opt, objective, sampled(net), rewards=torch.full((4, 4), reward), c=c,
                        lr=1e-3)
     return kept.found, log
 
@@ -485,7 +485,7 @@ def test_the_ratio_to_the_sampler_by_hand(objective):
                               clip=0.3, clip_high=0.4, ratio_to=ratio_to)
         c.value_coef = 0.0  # of ppo
         kept = Gradients(opt)
-        logs[ratio_to] = train.update(net, opt, obj, r, rewards=rewards, c=c, lr=1e-3)
+        logs[ratio_to] = learn(net, opt, obj, r, rewards=rewards, c=c, lr=1e-3)
     out = replay(net, r, ("dense",), value=obj.value)
     batch = obj.prepare(r, rewards, lambda rollout: out)[1]
     adv = batch["adv"].view(4, 4, -1)                           # (B, G, 1 or R)
@@ -504,7 +504,7 @@ def test_the_ratio_to_the_sampler_by_hand(objective):
                           clip_high=0.4, ratio_to="sampler")
     c.value_coef = 0.0
     other, kept = kept.found, Gradients(opt)
-    train.update(net, opt, obj, r, rewards=rewards, c=c, lr=1e-3)
+    learn(net, opt, obj, r, rewards=rewards, c=c, lr=1e-3)
     assert apart(want, kept.found) < 1e-4 and apart(want, other) > 1e-2
 
 
@@ -546,7 +546,7 @@ def test_nothing_pulls_at_the_start(term, changes):
     teacher = initial if c.teacher == "initial" else None
     r, found = sampled(net), []
     for _ in range(2):
-        log = train.update(net, opt, objective, r, rewards=some_rewards(4, 4), c=c, lr=1e-3,
+        log = learn(net, opt, objective, r, rewards=some_rewards(4, 4), c=c, lr=1e-3,
                            teacher=teacher)
         found.append(log[term])
         # the student alone is replayed where it is the learner and needs no other policy
@@ -858,7 +858,7 @@ def test_what_is_not_finite_is_not_kept(model, tmp_path, monkeypatch):
     """Neither weights nor numbers of the log. The control: after an update both are kept."""
     c, objective, opt = learner(model)
     rewards = some_rewards(4, 4)
-    train.update(model, opt, objective, sampled(model), rewards=rewards, c=c, lr=1e-9)
+    learn(model, opt, objective, sampled(model), rewards=rewards, c=c, lr=1e-9)
     opt.state()
     with torch.no_grad():
         opt.masters[-1][0] = torch.inf
