@@ -40,8 +40,8 @@ from data.tasks import Problems, reward  # noqa: E402
 from data.tokenizer import Tokenizer  # noqa: E402
 from experiments import ablate, logs  # noqa: E402
 from model import Config, Transformer  # noqa: E402
-from support.checkpoint import write_checkpoint  # noqa: E402
 from run.settings import MAY_CHANGE  # noqa: E402
+from support.checkpoint import write_checkpoint  # noqa: E402
 from support.optimizer import Masters  # noqa: E402
 from support.run import HELD, Run  # noqa: E402
 

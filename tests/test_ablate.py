@@ -18,9 +18,9 @@ from types import SimpleNamespace
 import pytest
 
 import train
-from run.settings import identity_of
 from conftest import ROOT
 from experiments import ablate, curves, logs
+from run.settings import identity_of
 from support.checkpoint import read_checkpoint, write_checkpoint
 
 

@@ -14,10 +14,10 @@ import fast.head
 import train
 from conftest import (
     ROOT,
-    learn,
     SMALL,
     STOP,
     gap,
+    learn,
     logged,
     prompts,
     read_checkpoint,

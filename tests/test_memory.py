@@ -5,13 +5,13 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from run.dry_run import changed, disk, dry_run, savings, tell_whole_run
 
 import rollout
 import train
 from conftest import in_all_rooms, prompts, read_checkpoint, read_log, toy, train_here
 from experiments import ablate
 from model import Transformer
+from run.dry_run import changed, disk, dry_run, savings, tell_whole_run
 from run.learn import micro_batches
 from run.settings import eviction_of, policies_of
 from support.memory import Cost, compare, highest, measure, ran_out

@@ -10,7 +10,19 @@ from dataclasses import replace
 import pytest
 import torch
 
-from conftest import SMALL, STOP, gap, learn, learner, logged, prompts, rel, separate, some_rewards, toy
+from conftest import (
+    SMALL,
+    STOP,
+    gap,
+    learn,
+    learner,
+    logged,
+    prompts,
+    rel,
+    separate,
+    some_rewards,
+    toy,
+)
 from grpo import pack, pack_by_hand, replay
 from kvcache import SPREAD, Eviction
 from rollout import generate

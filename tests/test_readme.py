@@ -13,7 +13,6 @@ import torch
 import grpo
 import kvcache
 import train
-from run.report import show
 from conftest import share_of_digits
 from data import tasks
 from data.answers import RULES
@@ -24,6 +23,7 @@ from experiments.logs import load, results
 from experiments.ttest import interval
 from model import Transformer
 from rollout import Rollout, generate
+from run.report import show
 
 ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 PAGES = ["README.md", "docs/results.md", "docs/speed.md", "docs/reproduce.md",
