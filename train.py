@@ -179,13 +179,14 @@ def main(argv):
             # 4. advantages, or what else the objective learns from: of the whole batch, however
             # it is cut later
             scores = functools.partial(score, job.net, job.objective, config)
-            chosen, advantages, log = job.objective.prepare(rollout, rollout.rewards, scores)
+            chosen, advantages, log = job.objective.prepare(
+                rollout, rollout.rewards, scores)
 
             # 5. replay under the log, loss, optimizer step
             lr = learning_rate(config, run.step)
             log.update(update(
-                job.net, job.opt, job.objective, chosen, batch=advantages, config=config,
-                lr=lr, teacher=job.teacher))
+                job.net, job.opt, job.objective, chosen, batch=advantages,
+                config=config, lr=lr, teacher=job.teacher))
 
             # 6. log
             log = dict(step=run.step, **facts(rollout, parts), **log, lr=lr,
@@ -216,15 +217,16 @@ def update(net, opt, objective, rollout, batch, config, lr, teacher=None):
     for _ in range(config.updates):
         metrics = Metrics(clip_frac=0.0, kl=0.0)
         for i, indices in enumerate(parts):
-            say(f"update {len(done) + 1}/{config.updates}, micro-batch {i + 1}/{len(parts)}")
+            say(f"update {len(done) + 1}/{config.updates}, micro-batch {i + 1}/"
+                f"{len(parts)}")
             part = rollout.select(indices)
             slices = {name: values[indices] for name, values in batch.items()}
 
             # one forward pass under the logged mask scores both policies, (B, G, R) each
             first = not done
             out = replay(
-                net, part, policies, distill_to=student, stats=first,
-                checkpointing=config.checkpointing, value=objective.value, teacher=teacher)
+                net, part, policies, distill_to=student, teacher=teacher, stats=first,
+                checkpointing=config.checkpointing, value=objective.value)
 
             # the ratio to the learner is 1 on the first update: GRPO's loss is 0, not its gradient
             loss, numbers = objective.loss(
@@ -241,9 +243,10 @@ def update(net, opt, objective, rollout, batch, config, lr, teacher=None):
             metrics.add(loss=loss.item(), **numbers)
             if first:
                 before[i] = out[config.learner].detach()
-                seen = {name: out[name] for name in ("entropy", "accept") if name in out}
                 gap = (before[i] - part.logp_roll).abs()                  # (B, G, R)
-                metrics.collect(part.mask, gap=gap, **seen)
+                metrics.collect(part.mask, gap=gap, entropy=out["entropy"])
+                if "accept" in out:
+                    metrics.collect(part.mask, accept=out["accept"])
         metrics = Metrics.together(parallel.gather(metrics))
         metrics.add(grad_norm=opt.step(lr, config.grad_clip))
         done.append(metrics)

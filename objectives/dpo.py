@@ -25,8 +25,8 @@ class DPO:
     @classmethod
     def check(cls, config):
         if config.group < 2:
-            raise ValueError(f"group must be at least 2, got {config.group}: samples of one "
-                             "prompt are compared")
+            raise ValueError(f"group must be at least 2, got {config.group}: samples "
+                             "of one prompt are compared")
 
     def prepare(self, rollout, rewards, score):
         pairs = best_and_worst(rollout, rewards)
@@ -66,8 +66,8 @@ def dpo_loss(logp, logp_ref, mask, beta=0.1):
     the mask has no influence, NaN included. Raises ValueError for other shapes."""
     same_shape(logp, logp_ref=logp_ref, mask=mask)
     if logp.dim() != 3 or logp.shape[1] != 2:
-        raise ValueError(f"log-probs must be (pairs, 2, R): a pair has 2 responses, got "
-                         f"{logp.shape[1]} in {tuple(logp.shape)}")
+        raise ValueError("log-probs must be (pairs, 2, R): a pair has 2 responses, "
+                         f"got {logp.shape[1]} in {tuple(logp.shape)}")
     gain = torch.where(mask, logp, 0.0) - torch.where(mask, logp_ref.detach(), 0.0)
     gain = gain.sum(-1)                                                   # (B, 2)
     margin = gain[:, 0] - gain[:, 1]

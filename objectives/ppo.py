@@ -36,7 +36,8 @@ class PPO(GRPO):
         out = score(rollout)
         values = out["value"]                                             # (B, G, R)
         last = rollout.lengths[..., None] - 1                             # (B, G, 1)
-        at_end = torch.zeros_like(values).scatter(2, last, rewards[..., None].to(values))
+        at_end = torch.zeros_like(values)
+        at_end = at_end.scatter(2, last, rewards[..., None].to(values))   # (B, G, R)
         adv, returns = gae(at_end, values, mask, gamma=config.gamma, lam=config.lam)
         batch = dict(adv=whiten(adv, mask), scale=token_scale(mask, config.norm),
                      values=values, returns=returns)
@@ -52,7 +53,8 @@ class PPO(GRPO):
         loss, numbers = super().loss(out, part, batch, old, whole=whole)
         error = value_loss(out["value"], batch["values"], batch["returns"], part.mask,
                            clip=self.config.clip, scale=batch["scale"])
-        return loss + self.config.value_coef * error, dict(numbers, value_loss=error.item())
+        numbers["value_loss"] = error.item()
+        return loss + self.config.value_coef * error, numbers
 
 
 def gae(rewards, values, mask, gamma=1.0, lam=0.95):
@@ -102,4 +104,5 @@ def value_loss(values, values_old, returns, mask, clip=0.2, scale=None):
     old = torch.where(mask, values_old.detach(), 0.0)
     returns = torch.where(mask, returns.detach(), 0.0)
     near = old + (values - old).clamp(-clip, clip)
-    return (scale * 0.5 * torch.maximum((values - returns) ** 2, (near - returns) ** 2)).sum()
+    error = torch.maximum((values - returns) ** 2, (near - returns) ** 2)
+    return (scale * 0.5 * error).sum()

@@ -78,7 +78,8 @@ def dry_run(job, settings, update):
     rollouts = {}
 
     def prompts(n):
-        return torch.randint(net.vocab_used, (n, config.prompt_tokens), generator=rng).tolist()
+        shape = (n, config.prompt_tokens)
+        return torch.randint(net.vocab_used, shape, generator=rng).tolist()
 
     def held_out(split, indices):
         """Any problem, whose rewards are made up, as responses are decoded to nothing; prompts of
@@ -132,9 +133,9 @@ def tell_whole_run(job, seconds):
     asked = [min(problems_at(config, step), job.problems.n_eval) for step in at]
     batches = sum(-(-n // config.eval_batch) for n in asked)
     steps = config.steps * (seconds["sampling"] + seconds["learning"])
-    tell(f"at this size {config.steps} steps take {minutes(steps)}, {len(at)} evaluations "
-         f"{minutes(batches * seconds['evaluation'])}; checkpoints and models take up to "
-         f"{disk(job.net, job.opt) / 1e9:.2f} GB")
+    tell(f"at this size {config.steps} steps take {minutes(steps)}, {len(at)} "
+         f"evaluations {minutes(batches * seconds['evaluation'])}; checkpoints and "
+         f"models take up to {disk(job.net, job.opt) / 1e9:.2f} GB")
 
 
 def minutes(seconds):

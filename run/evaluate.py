@@ -29,7 +29,8 @@ def ids_of(rollout):
 
 def decode(tok, rollout, special=True):
     """The text of each response: B lists of G. special: with stop tokens and the like."""
-    return [[tok.decode(ids, special=special) for ids in group] for group in ids_of(rollout)]
+    return [[tok.decode(ids, special=special) for ids in group]
+            for group in ids_of(rollout)]
 
 
 def cut_at(tok, rollout, stops):
@@ -73,8 +74,8 @@ def join_parts(several):
     for parts in several:
         if set(parts) != set(several[0]):
             here, there = (", ".join(each) or "none" for each in (parts, several[0]))
-            raise ValueError(f"the reward has the names {here} on one rank and {there} on another: "
-                             "must be the same in each call")
+            raise ValueError(f"the reward has the names {here} on one rank and {there} "
+                             "on another: must be the same in each call")
     return {name: sum((parts[name] for parts in several), []) for name in several[0]}
 
 
@@ -88,7 +89,8 @@ def evaluate(net, tok, problems, config, eviction, n, run=None):
     of min(p_dense, p_shadow), mean and 5th percentile over tokens. None if a signal comes between
     two batches."""
     work = functools.partial(
-        evaluate_share, net, tok, problems, config=config, eviction=eviction, n=n, run=run)
+        evaluate_share, net, tok, problems, config=config, eviction=eviction, n=n,
+        run=run)
     found = parallel.gather(parallel.attempt(RewardError, work))
     say("")
     if None in found:
@@ -126,7 +128,8 @@ def evaluate_share(net, tok, problems, config, eviction, n, run):
             stop_ids=tok.stop_ids, seed=0)
         rollout = cut_at(tok, rollout, stops)
         texts = texts_of(tok, rollout, stops)
-        judged, found = judge(batch, texts, "held-out", first=start, tokens=ids_of(rollout))
+        judged, found = judge(
+            batch, texts, "held-out", first=start, tokens=ids_of(rollout))
         for name, xs in found.items():
             parts.setdefault(name, []).extend(xs)
         for problem, (text,), (x,) in zip(batch, decode(tok, rollout), judged):
@@ -156,12 +159,13 @@ def evaluate_both(job):
     if sparse is None or dense is None:
         return
     row = dict(
-        step=run.step, problems=n, eval_compressed=sparse["reward"], eval_dense=dense["reward"],
-        eval_accept=sparse["accept"], eval_accept_p05=sparse["accept_p05"],
+        step=run.step, problems=n, eval_compressed=sparse["reward"],
+        eval_dense=dense["reward"], eval_accept=sparse["accept"],
+        eval_accept_p05=sparse["accept_p05"],
         eval_length=sparse["length"], eval_length_dense=dense["length"])
     for cache, found in (("compressed", sparse), ("dense", dense)):
-        row.update({name.replace("reward", f"eval_{cache}", 1): x for name, x in found.items()
-                    if name.startswith("reward_")})
+        row.update({name.replace("reward", f"eval_{cache}", 1): x
+                    for name, x in found.items() if name.startswith("reward_")})
     best = run.memory.get("best")
     if best is None or row["eval_compressed"] > best["eval_compressed"]:
         run.memory["best"] = row
@@ -174,8 +178,8 @@ def evaluate_both(job):
     run.log("eval", dict(row, texts=texts))
     named = "".join(f"{name} {x:.3f}, " for name, x in row.items()
                     if name.startswith(("eval_compressed_", "eval_dense_")))
-    tell(f"eval {run.step:4d} | held-out reward ({n} problems), greedy: "
-         f"compressed cache {row['eval_compressed']:.3f}, dense cache {row['eval_dense']:.3f}, "
+    tell(f"eval {run.step:4d} | held-out reward ({n} problems), greedy: compressed "
+         f"cache {row['eval_compressed']:.3f}, dense cache {row['eval_dense']:.3f}, "
          f"{named}accept {row['eval_accept']:.3f} p05 {row['eval_accept_p05']:.3f}")
 
 
@@ -200,8 +204,8 @@ def check_best(run):
         return
     if best:
         places = " with ".join(str(run.path(name)) for name in names)
-        tell(f"{places} does not hold the model of step {best['step']}, the best so far: the best "
-             "is looked for anew from here on")
+        tell(f"{places} does not hold the model of step {best['step']}, the best so "
+             "far: the best is looked for anew from here on")
         del run.memory["best"]
     if evals and evals[-1]["step"] == run.step:  # its model is here
         run.memory["best"] = evals[-1]

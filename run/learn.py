@@ -76,7 +76,8 @@ def summary(done):
     first = done[0]
     last = done[-1].sums
     log = dict(first.sums)
-    log.update({name: last[name] for name in ("clip_frac", "ratio", "kl_old") if name in last})
+    of_the_ratio = ("clip_frac", "ratio", "kl_old")
+    log.update({name: last[name] for name in of_the_ratio if name in last})
     gap = first.tokens("gap")
     log.update(gap=gap.mean().item(), gap_max=gap.max().item(),
                entropy=first.tokens("entropy").mean().item())

@@ -15,8 +15,8 @@ def facts(rollout, parts):
     log = dict(
         reward=rewards.mean().item(), equal=equal.float().mean().item(),
         truncated=1 - rollout.stopped.float().mean().item(),
-        tokens=rollout.lengths.sum().item(), length=rollout.lengths.float().mean().item(),
-        **means(parts))
+        tokens=rollout.lengths.sum().item(),
+        length=rollout.lengths.float().mean().item(), **means(parts))
     log.update({f"kv_{name}": size for name, size in rollout.kv.items()})
     if rewards.is_cuda:
         log["peak_gb"] = max(parallel.gather(torch.cuda.max_memory_allocated() / 1e9))
@@ -27,10 +27,11 @@ def facts(rollout, parts):
 COLUMNS = [
     ("reward", "reward", ".3f"), ("gap", "gap", ".1e"), ("accept", "accept", ".3f"),
     ("kl", "kl", ".4f"), ("loss", "loss", "+.4f"), ("gap_max", "gap_max", ".1e"),
-    ("accept_p05", "p05", ".3f"), ("entropy", "ent", ".2f"), ("clip_frac", "clip", ".2f"),
-    ("truncated", "trunc", ".2f"), ("equal", "equal", ".2f"),
-    *((name, name, ".3f") for name in ("weight", "rejected", "value", "value_loss", "pairs",
-                                       "margin", "ref_kl"))]
+    ("accept_p05", "p05", ".3f"), ("entropy", "ent", ".2f"),
+    ("clip_frac", "clip", ".2f"), ("truncated", "trunc", ".2f"),
+    ("equal", "equal", ".2f"),
+    *((name, name, ".3f") for name in (
+        "weight", "rejected", "value", "value_loss", "pairs", "margin", "ref_kl"))]
 
 
 def show(log):
@@ -74,11 +75,10 @@ def sample(problem, text, x):
 
 def two_samples(tok, problem, rollout, longest=None):
     """Two responses to the first problem of a rollout. longest: at most so many letters of each."""
-    first = rollout.select([0])
-    rewards = first.rewards[0].tolist()
-    responses = list(zip(first.tokens[0].tolist(), first.lengths[0].tolist(), rewards))[:2]
-    return [sample(problem, tok.decode(ids[:n], special=True)[:longest], x)
-            for ids, n, x in responses]
+    texts = [tok.decode(tokens[:n], special=True)[:longest] for tokens, n in zip(
+        rollout.tokens[0, :2].tolist(), rollout.lengths[0, :2].tolist())]
+    return [sample(problem, text, x)
+            for text, x in zip(texts, rollout.rewards[0, :2].tolist())]
 
 
 def watch_idle(job, problem, rollout, log):
@@ -93,12 +93,15 @@ def watch_idle(job, problem, rollout, log):
     if memory["in_a_row"] != IDLE:
         return
     mean = rollout.rewards.mean()
-    why = "do the responses have the form that the reward asks for, is the task too hard?"
-    if mean > 0:
-        why = "is the task too easy?"
-    texts = "".join("  " + text for text in two_samples(job.tok, problem, rollout, longest=200))
-    tell(f"{IDLE} steps in a row have changed nothing: in each, all samples of a prompt earned "
-         f"the same ({mean:.3f} on average now); {why} For example:\n{texts.rstrip()}")
+    why = "is the task too easy?"
+    if mean <= 0:
+        why = ("do the responses have the form that the reward asks for, is the task "
+               "too hard?")
+    texts = two_samples(job.tok, problem, rollout, longest=200)
+    texts = "".join(f"  {text}" for text in texts)
+    tell(f"{IDLE} steps in a row have changed nothing: in each, all samples of a "
+         f"prompt earned the same ({mean:.3f} on average now); {why} For "
+         f"example:\n{texts.rstrip()}")
 
 
 # what stays
@@ -115,7 +118,7 @@ def save(job):
         parallel.check_equal(job.opt.masters, "the weights")
         run.save(job.opt.state())
     if is_best:
-        write_models(job, names=("best", "adapter-best"), reward=best["eval_compressed"])
+        write_models(job, ("best", "adapter-best"), reward=best["eval_compressed"])
     parallel.gather(None)  # it is there for all ranks
 
 
@@ -139,16 +142,21 @@ def finish(job):
          f"{last['eval_compressed']:.3f} with the compressed cache")
     what = f"step {best['step']}, {best['eval_compressed']:.3f}"
     if best["eval_compressed"] == 0:
-        what = f"none of them earned anything, so it is the first, of step {best['step']}"
+        what = "none of them earned anything, so it is the first, of step "
+        what += str(best["step"])
     tell(f"best of {len(evals)} evaluations saved to {run.path('best')}: {what}")
-    kept, dense, shared = (run.memory["kv"][x] for x in ("kept", "dense", "dense_shared"))
-    tell(f"KV cache of a rollout: {kept:,} bytes kept, {dense:,} dense (1/{dense / kept:.1f}), "
-         f"{shared:,} dense with each prompt shared by its group (1/{shared / kept:.1f})")
+    sizes = run.memory["kv"]
+    kept, dense, shared = (sizes[name] for name in ("kept", "dense", "dense_shared"))
+    tell(f"KV cache of a rollout: {kept:,} bytes kept, {dense:,} dense "
+         f"(1/{dense / kept:.1f}), {shared:,} dense with each prompt shared by its "
+         f"group (1/{shared / kept:.1f})")
     idle = run.memory.get("idle", 0)
     if idle:
-        so = "nothing was learned" if idle == run.step else "these steps changed nothing"
-        tell(f"in {idle} of {run.step} steps the gradient was exactly 0, as where all groups earn "
-             f"the same throughout: {so}")
+        so = "these steps changed nothing"
+        if idle == run.step:
+            so = "nothing was learned"
+        tell(f"in {idle} of {run.step} steps the gradient was exactly 0, as where all "
+             f"groups earn the same throughout: {so}")
     tell_answers(*run.memory["answers"])
     tell("held-out reward with the compressed cache: "
          f"{first['eval_compressed']:.3f} -> {last['eval_compressed']:.3f} "

@@ -22,17 +22,18 @@ CHOICES = dict(
     spread=list(SPREAD), learner=["shadow", "dense"],
     distill_to=["dense", "shadow"], distill_by=["kl", "one_sided"],
     distill_on=["all", "reward"], teacher=["other", "initial"], pool_by=list(POOL),
-    correction=["none", *CORRECTIONS], ratio_to=["learner", "sampler"], norm=list(NORMS),
-    dtype=["auto", "float32", "bfloat16"], lr_schedule=["constant", "linear", "cosine"],
-    tracker=["none", *TRACKERS])
+    correction=["none", *CORRECTIONS], ratio_to=["learner", "sampler"],
+    norm=list(NORMS), dtype=["auto", "float32", "bfloat16"],
+    lr_schedule=["constant", "linear", "cosine"], tracker=["none", *TRACKERS])
 CUTS = "it cuts the support the learner scores, so every ratio would be biased"
 REFUSED = dict(top_p=CUTS, top_k=CUTS, min_p=CUTS)
 MANY = 10**9
 # Eviction says more on budget, window and sinks, an objective on group
 RANGES = dict(
-    prompts=(1, 10**6), group=(1, 10**6), prompt_tokens=(1, MANY), max_new_tokens=(1, MANY),
-    period=(1, MANY), updates=(1, 1000), micro_rows=(1, MANY), steps=(1, MANY),
-    eval_every=(1, MANY), eval_problems=(1, 10**6), eval_final=(1, 10**6),
+    prompts=(1, 10**6), group=(1, 10**6), prompt_tokens=(1, MANY),
+    max_new_tokens=(1, MANY), period=(1, MANY), updates=(1, 1000),
+    micro_rows=(1, MANY), steps=(1, MANY), eval_every=(1, MANY),
+    eval_problems=(1, 10**6), eval_final=(1, 10**6),
     eval_batch=(1, 10**6), eval_first=(0, MANY), save_every=(1, MANY), warmup=(0, MANY),
     budget=(0, MANY), window=(0, MANY), sinks=(0, MANY), response_budget=(0, MANY),
     temperature=(1e-2, 100), ref_kl=(0, 100), distill=(0, 100), clip=(0, 1),
@@ -41,8 +42,8 @@ RANGES = dict(
     grad_clip=(1e-6, 1e6), seed=(0, 2**40), shots=(0, 1000), lora_rank=(0, 10**6),
     lora_alpha=(1e-6, 1e6))
 # settings that mean something to some objectives only; a class names those that it uses
-OF_OBJECTIVES = ("correction", "ratio_to", "ref_kl", "norm", "clip", "clip_high", "updates",
-                 "gamma", "lam", "value_coef", "beta")
+OF_OBJECTIVES = ("correction", "ratio_to", "ref_kl", "norm", "clip", "clip_high",
+                 "updates", "gamma", "lam", "value_coef", "beta")
 MAY_CHANGE = {  # on resume; the last three because a run may end for want of memory
     "resume", "overwrite", "dry_run", "tracker", "out_dir", "device", "steps",
     "eval_every", "save_every", "eval_batch", "micro_rows", "checkpointing"}
@@ -56,11 +57,12 @@ def check_settings(config, defaults, objectives):
     eviction_of(config)  # checks itself
     check_objective(config, defaults, objectives)
     task = config.task
-    if task not in TASKS and not is_file(task) and (os.path.exists(task) or "." in task):
+    known = task in TASKS or is_file(task)
+    if not known and (os.path.exists(task) or "." in task):
         raise ValueError(f"task {shown(task)}: a file must end in .jsonl")
-    if task not in TASKS and not is_file(task):
-        raise ValueError(f"unknown task {shown(task)}: one of {', '.join(TASKS)}, a .jsonl "
-                         "file, or gsm8k:FOLDER")
+    if not known:
+        raise ValueError(f"unknown task {shown(task)}: one of {', '.join(TASKS)}, a "
+                         ".jsonl file, or gsm8k:FOLDER")
     stop_strings(config.stop)
     check_files(config)
     check_reward(config.reward)
@@ -69,11 +71,12 @@ def check_settings(config, defaults, objectives):
         raise ValueError("out_dir is empty")
     check_tracker(config.tracker)
     if config.lr_end and config.lr_schedule == "constant":
-        raise ValueError(f"lr_end={config.lr_end}: lr_schedule=constant goes nowhere; it takes "
-                         "linear or cosine")
-    if config.distill and config.distill_by == "one_sided" and config.teacher == "initial":
-        raise ValueError("distill_by=one_sided compares the two policies of one model: it takes "
-                         "teacher=other")
+        raise ValueError(f"lr_end={config.lr_end}: lr_schedule=constant goes nowhere; "
+                         "it takes linear or cosine")
+    how = (config.distill_by, config.teacher)
+    if config.distill and how == ("one_sided", "initial"):
+        raise ValueError("distill_by=one_sided compares the two policies of one "
+                         "model: it takes teacher=other")
 
 
 def tables_of(objectives):
@@ -92,8 +95,8 @@ def bring_in(config, objectives):
         if key == "eval_evict":
             known.insert(0, "auto")
         if key != "task" and name not in known:
-            raise ValueError(f"{key} must be one of {', '.join(known)}, or module:name, got "
-                             f"{shown(name)}")
+            raise ValueError(f"{key} must be one of {', '.join(known)}, or "
+                             f"module:name, got {shown(name)}")
 
 
 def own_thing(name, key):
@@ -103,8 +106,8 @@ def own_thing(name, key):
         raise ValueError(f"{key} {name}: must be callable, it is {found!r:.80}")
     if key == "task" and not (isinstance(found, tuple) and len(found) == 2
                               and all(map(callable, found))):
-        raise ValueError(f"task {name}: must be a pair of two functions, what makes a problem and "
-                         f"what judges a text, it is {found!r:.80}")
+        raise ValueError(f"task {name}: must be a pair of two functions, what makes a "
+                         f"problem and what judges a text, it is {found!r:.80}")
     return found
 
 
@@ -123,8 +126,8 @@ def check_objective(config, defaults, objectives):
         value = getattr(config, key)
         if key not in uses and value != defaults[key]:
             known = ", ".join(uses) or "none of such settings"
-            raise ValueError(f"{key}={value}: objective={config.objective} does not use it; it "
-                             f"uses {known}")
+            raise ValueError(f"{key}={value}: objective={config.objective} does not "
+                             f"use it; it uses {known}")
     if hasattr(objective, "check"):
         objective.check(config)
 
@@ -151,10 +154,12 @@ def eviction_of_evaluation(config):
 
 def policies_of(config):
     """The policies that the learner scores."""
-    if config.distill and (config.teacher == "other" or config.distill_to != config.learner):
-        # replay gives entropy and values of the last
-        return ("dense", "shadow") if config.learner == "shadow" else ("shadow", "dense")
-    return (config.learner,)
+    policies = [config.learner]
+    others = config.teacher == "other" or config.distill_to not in policies
+    if config.distill and others:
+        # in front: replay gives entropy and values of the last
+        policies.insert(0, "dense" if config.learner == "shadow" else "shadow")
+    return tuple(policies)
 
 
 def needs_initial(config):
@@ -186,7 +191,8 @@ def identity_of(config, folder):
     names = ["config.json", "generation_config.json", "tokenizer.json",
              "tokenizer_config.json", "chat_template.jinja"]
     if needs_initial(config):
-        names += sorted(name for name in os.listdir(folder) if name.endswith(".safetensors"))
+        there = sorted(os.listdir(folder))
+        names += [name for name in there if name.endswith(".safetensors")]
     found = dict(model=fingerprint(*(os.path.join(folder, name) for name in names)))
     for key, paths in files_of(config.task, config.eval_task).items():
         found[key] = fingerprint(*paths)

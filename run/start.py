@@ -37,15 +37,16 @@ from support.tracker import Tracker
 # parameters; smaller models gain little or no time by bfloat16 (docs/reproduce.md), so dtype=auto
 # leaves them in float32
 BFLOAT16_FROM = 30_000_000
-ANSWERS = dict(question=str, answer=str, compressed=str, dense=str, reward_compressed=float,
-               reward_dense=float)
+ANSWERS = dict(question=str, answer=str, compressed=str, dense=str,
+               reward_compressed=float, reward_dense=float)
 EVALUATION = dict(step=int, eval_compressed=float, eval_dense=float)
 MEMORY = {  # of a run, as a checkpoint keeps it
     "evals": [EVALUATION], "answers": (ANSWERS, ANSWERS),
-    "kv": dict(kept=int, dense=int, dense_shared=int), "best?": EVALUATION, "idle?": int,
-    "in_a_row?": int, "wandb?": str, "reward?": str}
-NOT_LOADED = ("out of memory while the model was loaded, before the first step: it needs a "
-              "smaller model, --dtype=bfloat16 on a card that has it, or more memory")
+    "kv": dict(kept=int, dense=int, dense_shared=int), "best?": EVALUATION,
+    "idle?": int, "in_a_row?": int, "wandb?": str, "reward?": str}
+NOT_LOADED = ("out of memory while the model was loaded, before the first step: it "
+              "needs a smaller model, --dtype=bfloat16 on a card that has it, or more "
+              "memory")
 
 
 @dataclass
@@ -107,9 +108,10 @@ def set_up(argv, settings, objectives):
     introduce(config, folder, net, problems=problems, opt=opt)
     if run and run.writes and config.tracker != "none":
         done = run.memory.get("evals", [])[-1:]
-        run.tracker = Tracker(run, already=[row for row in done if row["step"] == run.step])
-    return Job(config=config, run=run, net=net, tok=tok, problems=problems, objective=objective,
-               opt=opt, teacher=teacher)
+        already = [row for row in done if row["step"] == run.step]
+        run.tracker = Tracker(run, already)
+    return Job(config=config, run=run, net=net, tok=tok, problems=problems,
+               objective=objective, opt=opt, teacher=teacher)
 
 
 def folder_of(config, folder):
@@ -144,7 +146,8 @@ def guarded(job, settings):
     is learned yet, what was learned before it is saved."""
     kinds = (OSError, ValueError, FloatingPointError, MemoryError)
     advice = functools.partial(savings, settings)
-    with (one_line_errors(*kinds, also=job.run.kept), job.run.saving_on(RewardError, job.opt),
+    with (one_line_errors(*kinds, also=job.run.kept),
+          job.run.saving_on(RewardError, job.opt),
           saving_if_memory_runs_out(job.run, job.opt, PHASES, advice)):
         yield
 
@@ -165,11 +168,12 @@ def check_ranks(config):
     """Raise ValueError for what several ranks cannot do."""
     ranks = parallel.size()
     if ranks > config.prompts:
-        raise ValueError(f"prompts={config.prompts} leave some of {ranks} ranks without one: raise "
-                         "prompts, or start fewer processes")
+        raise ValueError(f"prompts={config.prompts} leave some of {ranks} ranks "
+                         "without one: raise prompts, or start fewer processes")
     if ranks > 1 and config.dry_run:
-        raise ValueError("dry_run=True measures one process: say it without torchrun, with "
-                         f"--prompts={largest_share(config)}, the share of one of {ranks} ranks")
+        raise ValueError("dry_run=True measures one process: say it without torchrun, "
+                         f"with --prompts={largest_share(config)}, the share of one of "
+                         f"{ranks} ranks")
 
 
 def largest_share(config):
@@ -218,9 +222,10 @@ def check_memory(config, net):
             most = fit
             if key == "prompts":
                 most = fit // config.group * parallel.size()
-            raise ValueError(f"{key} {getattr(config, key)} is too much: {samples} samples at a "
-                             f"time take at least {samples * size / 1e9:.0f} GB, {config.device} "
-                             f"has {there / 1e9:.0f} GB; {key} {most} might fit")
+            raise ValueError(f"{key} {getattr(config, key)} is too much: {samples} "
+                             "samples at a time take at least "
+                             f"{samples * size / 1e9:.0f} GB, {config.device} has "
+                             f"{there / 1e9:.0f} GB; {key} {most} might fit")
 
 
 # what is said of it
@@ -233,34 +238,35 @@ def introduce(config, folder, net, problems, opt):
         where = torch.cuda.get_device_name()
     path = "Triton kernel" if cuda else "PyTorch reference"
     held = "LoRA" if config.lora_rank else "masters"
-    tell(f"torch {torch.__version__}, {where}, {config.dtype} weights, fp32 {held}, attention by "
-         f"the {path}")
+    tell(f"torch {torch.__version__}, {where}, {config.dtype} weights, fp32 {held}, "
+         f"attention by the {path}")
     if parallel.size() > 1:
         tell(f"{parallel.size()} ranks share the prompts of each step")
     per_token = net.config.kv_bytes_per_token(net.dtype)
     size = sum(p.numel() for p in net.parameters()) / 1e6
-    tell(f"{folder}: {net.config.arch}, {size:.2f}M parameters, {per_token:,} KV bytes per token")
+    tell(f"{folder}: {net.config.arch}, {size:.2f}M parameters, {per_token:,} KV bytes "
+         "per token")
     tell_cache(config, net)
     for note in problems.notes:
         tell(note)
     evicts = eviction_of(config).evicts(
         problems.longest, config.max_new_tokens, n_layer=net.config.n_layer)
     if config.evict != "none" and not evicts:
-        tell(f"nothing is evicted: the longest prompt has {problems.longest} tokens, budget is "
-             f"{config.budget}")
+        tell(f"nothing is evicted: the longest prompt has {problems.longest} tokens, "
+             f"budget is {config.budget}")
     if config.reward != "auto":
         tell(f"reward by {problems.rule}")
     if config.lora_rank:
         tell(f"LoRA of rank {config.lora_rank} on {', '.join(targets_of(config))}: "
-             f"{opt.trained / 1e6:.2f}M parameters are trained; these matrices are held twice, as "
-             "loaded and as trained")
+             f"{opt.trained / 1e6:.2f}M parameters are trained; these matrices are "
+             "held twice, as loaded and as trained")
     elif needs_initial(config):
         tell("a frozen copy of the initial model is held beside it")
     # other norms weigh long responses more, corrections weigh tokens: the loss then is not 0
     asked = (config.objective, config.correction, config.norm, config.ratio_to)
     if asked == ("grpo", "none", "sequence", "learner"):
-        tell("the policy term of the loss is 0 in value, not in gradient: the ratio is 1 on a "
-             "rollout's first update")
+        tell("the policy term of the loss is 0 in value, not in gradient: the ratio "
+             "is 1 on a rollout's first update")
 
 
 def tell_cache(config, net):
@@ -268,7 +274,8 @@ def tell_cache(config, net):
     per_token = net.config.kv_bytes_per_token(net.dtype)
     layers = net.config.n_layer
     eviction = eviction_of(config)
-    slots = sum(eviction.slots(layer, layers, config.prompt_tokens) for layer in range(layers))
+    slots = sum(eviction.slots(layer, layers, config.prompt_tokens)
+                for layer in range(layers))
     keys = config.prompt_tokens
     if config.evict != "none":
         keys = min(config.budget, config.prompt_tokens)
@@ -277,7 +284,9 @@ def tell_cache(config, net):
         how += f", on average, spread {config.spread}"
     samples = config.prompts * config.group
     dense = samples * (config.prompt_tokens + config.max_new_tokens - 1) * per_token
-    kept = (config.prompts * slots // layers + samples * response_keys(config)) * per_token
-    tell(f"{config.task}: prompts of up to {config.prompt_tokens} tokens, {keys} keys kept per "
-         f"layer and KV head ({how}); a rollout of {config.prompts} x {config.group} samples "
-         f"holds up to {kept:,} KV bytes, {dense:,} if each kept all keys")
+    held = config.prompts * slots // layers + samples * response_keys(config)
+    kept = held * per_token
+    tell(f"{config.task}: prompts of up to {config.prompt_tokens} tokens, {keys} keys "
+         f"kept per layer and KV head ({how}); a rollout of {config.prompts} x "
+         f"{config.group} samples holds up to {kept:,} KV bytes, {dense:,} if each "
+         "kept all keys")

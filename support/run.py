@@ -51,7 +51,8 @@ BESIDE = ("generation_config.json", "tokenizer.json", "tokenizer_config.json",
           "special_tokens_map.json", "added_tokens.json", "vocab.json", "merges.txt",
           "chat_template.jinja", "chat_template.json")
 LIST = "run.json"  # in FOLDERS: the step of the model, its reward, the names of the run's files
-LAYOUT = dict(step=int, memory=dict, learner=dict, config=dict, identity=dict, sizes=dict)
+LAYOUT = dict(step=int, memory=dict, learner=dict, config=dict, identity=dict,
+              sizes=dict)
 SIGNALS = [getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGHUP")
            if hasattr(signal, name)]
 
@@ -100,10 +101,12 @@ SHARED = [
     (matmul_precision, torch.set_float32_matmul_precision),
     (torch.get_num_threads, torch.set_num_threads),
     (torch.get_deterministic_debug_mode, torch.set_deterministic_debug_mode)]
-SHARED += [(functools.partial(torch.is_autocast_enabled, kind),
-            functools.partial(torch.set_autocast_enabled, kind)) for kind in ("cpu", "cuda")]
-SHARED += [(functools.partial(signal.getsignal, number), functools.partial(signal.signal, number))
-           for number in (*SIGNALS, *filter(None, [getattr(signal, "SIGALRM", None)]))]
+for kind in ("cpu", "cuda"):
+    SHARED.append((functools.partial(torch.is_autocast_enabled, kind),
+                   functools.partial(torch.set_autocast_enabled, kind)))
+for number in (*SIGNALS, *filter(None, [getattr(signal, "SIGALRM", None)])):
+    SHARED.append((functools.partial(signal.getsignal, number),
+                   functools.partial(signal.signal, number)))
 if hasattr(signal, "setitimer"):
     SHARED.append((timer, timer))
 
@@ -113,7 +116,9 @@ def settings_kept():
     """What somebody's own code sets for all of the process is set back: the run is not to learn
     without gradients, in another precision, or deaf to signals. A child that such code forks and
     lets come back here ends, as there would be two runs."""
-    before, pid, grad = [get() for get, _ in SHARED], os.getpid(), torch.is_grad_enabled()
+    before = [get() for get, _ in SHARED]
+    pid = os.getpid()
+    grad = torch.is_grad_enabled()
     try:
         # when this one ends, others that were begun in it are over too
         with torch.inference_mode(torch.is_inference_mode_enabled()):
@@ -146,15 +151,17 @@ def in_child():
     signal. A child could not be ended, or would hold out_dir longer than the run."""
     for number in SIGNALS:
         if getattr(signal.getsignal(number), "__func__", None) is Run.on_signal:
-            default = signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL
-            signal.signal(number, default)
+            signal.signal(number, signal.SIG_DFL)
+            if number == signal.SIGINT:
+                signal.signal(number, signal.default_int_handler)
     while HELD:
         os.close(HELD.popitem()[1])
     after_fork()
 
 
 if hasattr(os, "register_at_fork"):
-    os.register_at_fork(before=before_fork, after_in_parent=after_fork, after_in_child=in_child)
+    os.register_at_fork(
+        before=before_fork, after_in_parent=after_fork, after_in_child=in_child)
 
 
 # the machine
@@ -165,22 +172,23 @@ def choose_device(config):
     if config.device == "auto":
         config.device = "cuda" if torch.cuda.is_available() else "cpu"
     kind, _, index = config.device.partition(":")
-    if kind not in ("cpu", "cuda") or not (index or "0").isdecimal() or (kind == "cpu" and index):
-        raise ValueError(f"device must be auto, cpu, cuda or cuda:N, got {config.device!r}")
+    if config.device != "cpu" and (kind != "cuda" or not (index or "0").isdecimal()):
+        raise ValueError("device must be auto, cpu, cuda or cuda:N, got "
+                         f"{config.device!r}")
     if kind == "cuda":
         cards = torch.cuda.device_count()
         if parallel.launched():
             if index:
-                raise ValueError(f"device={config.device} is one card, torchrun gives each rank "
-                                 "its own: say --device=cuda")
+                raise ValueError(f"device={config.device} is one card, torchrun gives "
+                                 "each rank its own: say --device=cuda")
             if parallel.card() >= cards > 0:
-                raise ValueError(f"torchrun started more ranks than the {cards} cards here: "
-                                 f"--nproc_per_node={cards}, or --device=cpu")
+                raise ValueError(f"torchrun started more ranks than the {cards} cards "
+                                 f"here: --nproc_per_node={cards}, or --device=cpu")
             index = str(parallel.card())
             config.device = f"cuda:{index}"
         if int(index or 0) >= cards:
-            raise ValueError(f"device={config.device} was asked for, but torch finds no CUDA or no "
-                             f"such card ({cards} found)")
+            raise ValueError(f"device={config.device} was asked for, but torch finds "
+                             f"no CUDA or no such card ({cards} found)")
         torch.cuda.set_device(int(index or 0))  # the peak is asked of the current card
 
 
@@ -201,7 +209,8 @@ def hold(out_dir):
     except OSError as e:
         if e.errno in (errno.EWOULDBLOCK, errno.EACCES):
             os.close(folder)
-            raise ValueError(f"out_dir {out_dir!r} is in use by another process") from None
+            raise ValueError(f"out_dir {out_dir!r} is in use by another "
+                             "process") from None
         tell_once("out_dir is on a file system that cannot lock a folder "
                   f"({e.strerror}): see to it that no other process uses it")
     HELD[where] = folder
@@ -234,8 +243,9 @@ def read_beside(folder):
         if not os.path.isfile(path):
             continue
         if os.path.dirname(os.path.realpath(path)) not in inside:
-            raise ValueError(f"{path} is a link out of the model's folder, and would be copied to "
-                             "where the model is saved: put the file itself there")
+            raise ValueError(f"{path} is a link out of the model's folder, and would "
+                             "be copied to where the model is saved: put the file "
+                             "itself there")
         with open(path, "rb") as f:
             found[name] = f.read()
     return found
@@ -252,7 +262,8 @@ def read_list(folder):
     there; names of the files that a run wrote, the note's own last."""
     try:
         found = read_json(os.path.join(folder, LIST))
-        step, names = found["step"], [name for name in found["files"] if is_name(folder, name)]
+        step = found["step"]
+        names = [name for name in found["files"] if is_name(folder, name)]
     except (OSError, ValueError, KeyError, TypeError):
         return None, []
     if not all(os.path.isfile(os.path.join(folder, name)) for name in names):
@@ -278,8 +289,8 @@ def difference(was, config, identity, equal, where):
     before = was.get("identity", {})
     for key in sorted(identity.keys() & before.keys()):
         if identity[key] != before[key]:
-            return (f"{key} {shown(getattr(config, key))} has other contents now than when the run "
-                    f"in {where!r} began")
+            return (f"{key} {shown(getattr(config, key))} has other contents now than "
+                    f"when the run in {where!r} began")
     for key in sorted(equal):
         old, new = was.get(key), getattr(config, key)
         if type(old) is not type(new) or old != new:
@@ -325,8 +336,8 @@ class Run:
         self.saved = None  # the checkpoint's step
         self.unsaved = not config.resume  # is there more than it holds?
         if config.resume and config.overwrite:
-            raise ValueError("resume=True goes on with a run, overwrite=True throws it away: say "
-                             "one of them")
+            raise ValueError("resume=True goes on with a run, overwrite=True throws "
+                             "it away: say one of them")
         self.check_inputs(inputs or {})
         if inputs:
             self.beside = read_beside(inputs["model"])
@@ -356,8 +367,8 @@ class Run:
         ours = {os.path.realpath(self.path(name)) for name in ("", *FOLDERS, *FILES)}
         for key, path in inputs.items():
             if os.path.realpath(path) in ours:
-                raise ValueError(f"{key} {getattr(self.config, key)!r} is where this run would "
-                                 "save its own: choose another --out_dir")
+                raise ValueError(f"{key} {getattr(self.config, key)!r} is where this "
+                                 "run would save its own: choose another --out_dir")
 
     def files_of(self, folder):
         """Names of the files that write_model writes to a folder, the list of them last."""
@@ -372,7 +383,8 @@ class Run:
             path = self.path(folder)
             names.append(folder)
             if os.path.isdir(path) and not os.path.islink(path):
-                names[-1:] = [os.path.join(folder, name) for name in sorted(os.listdir(path))]
+                inside = sorted(os.listdir(path))
+                names[-1:] = [os.path.join(folder, name) for name in inside]
         return [name for name in names if os.path.lexists(self.path(name))]
 
     def check_free(self):
@@ -386,29 +398,30 @@ class Run:
             if ours and folder and file not in self.files_of(folder):
                 continue  # an old run's, or somebody's own, which stays
             if not ours or name not in made or os.path.islink(self.path(name)):
-                raise ValueError(f"out_dir {out_dir!r} holds {name}, which no run of this program "
-                                 "made: choose another --out_dir")
+                raise ValueError(f"out_dir {out_dir!r} holds {name}, which no run of "
+                                 "this program made: choose another --out_dir")
         if there and not self.config.overwrite and not (ours and self.nothing_saved()):
-            raise ValueError(f"out_dir {out_dir!r} holds another run: say --resume=True, "
-                             "--overwrite=True, or another --out_dir")
+            raise ValueError(f"out_dir {out_dir!r} holds another run: say "
+                             "--resume=True, --overwrite=True, or another --out_dir")
 
     def check_links(self):
         """Raise ValueError for a link where this run would write: whoever made it may have meant a
         file of somebody else. (A later one is not followed either, see folder_of.)"""
-        names = [*FILES, *FOLDERS, "wandb", *(os.path.join(folder, name) for folder in FOLDERS
-                                              for name in self.files_of(folder))]
-        for known in names:
+        inside = [os.path.join(folder, name) for folder in FOLDERS
+                  for name in self.files_of(folder)]
+        for known in (*FILES, *FOLDERS, "wandb", *inside):
             for name in (known, known + UNFINISHED):
                 if os.path.islink(self.path(name)):
-                    raise ValueError(f"out_dir {self.config.out_dir!r} holds {name}, which is a "
-                                     "link, and nothing is written through one: choose another "
-                                     "--out_dir")
+                    raise ValueError(f"out_dir {self.config.out_dir!r} holds {name}, "
+                                     "which is a link, and nothing is written through "
+                                     "one: choose another --out_dir")
 
     def nothing_saved(self):
         """Did the run in out_dir end before its first evaluation was logged? It counts as none."""
-        if any(os.path.lexists(self.path(name)) for name in ("ckpt.pt", "ckpt-previous.pt")):
+        models = [self.path(name) for name in MODELS]
+        if any(map(os.path.lexists, map(self.path, ("ckpt.pt", "ckpt-previous.pt")))):
             return False
-        if any(os.path.isdir(self.path(name)) and os.listdir(self.path(name)) for name in MODELS):
+        if any(os.path.isdir(path) and os.listdir(path) for path in models):
             return False
         log = self.path("log.jsonl")
         return not os.path.exists(log) or os.path.getsize(log) == 0
@@ -425,31 +438,36 @@ class Run:
         for key, kind in LAYOUT.items():
             found = state.get(key) if isinstance(state, dict) else None
             if type(found) is not kind:
-                raise ValueError(f"resume: {path}: {key} must be of type {kind.__name__}, "
-                                 f"got {type(found).__name__}; {self.older()}")
+                raise ValueError(f"resume: {path}: {key} must be of type "
+                                 f"{kind.__name__}, got {type(found).__name__}; "
+                                 f"{self.older()}")
         sizes = [state["sizes"].get(name) for name in GROWING]
         if min(state["step"], *(n if type(n) is int else -1 for n in sizes)) < 0:
-            raise ValueError(f"resume: {path}: step {state['step']} and sizes {sizes!s:.100} must "
-                             f"be whole numbers from 0; {self.older()}")
+            raise ValueError(f"resume: {path}: step {state['step']} and sizes "
+                             f"{sizes!s:.100} must be whole numbers from 0; "
+                             f"{self.older()}")
         try:
             json.dumps(state["memory"], allow_nan=False)
             maybe = "" if state["step"] else "?"  # before the first step there is less
-            check_shape(state["memory"], {key + maybe: shape for key, shape in self.shapes.items()},
-                        "memory")
+            shapes = {key + maybe: shape for key, shape in self.shapes.items()}
+            check_shape(state["memory"], shapes, "memory")
         except (ValueError, TypeError, RecursionError) as e:
-            raise ValueError(f"resume: {path}: memory is not what a run keeps: {e!s:.300}; "
-                             f"{self.older()}") from None
+            raise ValueError(f"resume: {path}: memory is not what a run keeps: "
+                             f"{e!s:.300}; {self.older()}") from None
         known = self.identity.keys() & state["identity"].keys()  # may have moved
+        was = dict(state["config"], identity=state["identity"])
         other = difference(
-            dict(state["config"], identity=state["identity"]), config, identity=self.identity,
-            equal=vars(config).keys() - self.may_change - known, where=config.out_dir)
+            was, config, identity=self.identity, where=config.out_dir,
+            equal=vars(config).keys() - self.may_change - known)
         if other:
             raise ValueError(f"resume: {other}")
         if state["step"] > config.steps:
-            raise ValueError(f"resume: the run in {config.out_dir!r} has done {state['step']} "
-                             f"steps already, steps={config.steps}")
-        self.step, self.memory, self.learner = state["step"], state["memory"], state["learner"]
-        self.sizes, self.saved = state["sizes"], self.step
+            raise ValueError(f"resume: the run in {config.out_dir!r} has done "
+                             f"{state['step']} steps already, steps={config.steps}")
+        self.step = self.saved = state["step"]
+        self.memory = state["memory"]
+        self.learner = state["learner"]
+        self.sizes = state["sizes"]
 
     def older(self):
         """What to do without ckpt.pt."""
@@ -460,7 +478,8 @@ class Run:
             step = read_checkpoint(path)["step"]
         except (OSError, ValueError, KeyError, TypeError):
             return "start again with --overwrite=True"
-        return f"{path} is whole and holds step {step}: rename it to ckpt.pt and resume from it"
+        return (f"{path} is whole and holds step {step}: rename it to ckpt.pt and "
+                "resume from it")
 
     def cut_back(self, name):
         """Cut a file that grows back to what the checkpoint knows."""
@@ -468,7 +487,8 @@ class Run:
         try:
             with open_to_append(path) as f:
                 if f.tell() < size:
-                    tell(f"{path} lacks some of what was written before step {self.step}")
+                    tell(f"{path} lacks some of what was written before step "
+                         f"{self.step}")
                     f.seek(0)
                     size = f.read().rfind(b"\n") + 1  # not half a line
                 f.truncate(size)
@@ -514,8 +534,9 @@ class Run:
         if not self.writes:
             return
         with suppress(OSError):  # print may be what was interrupted
-            os.write(2, f"\n{signal.Signals(number).name}: finishing this step, then saving; once "
-                     "more quits at once\n".encode())
+            name = signal.Signals(number).name
+            line = f"\n{name}: finishing this step, then saving; once more quits at once\n"
+            os.write(2, line.encode())
             if is_terminal(sys.stderr):  # where the cursor now is on a line of its own
                 LAST.stream = None
 
@@ -536,8 +557,8 @@ class Run:
 
     def check_own(self):
         if not self.is_own():
-            raise OSError(f"out_dir {self.config.out_dir!r} was removed or replaced while this run "
-                          "used it: nothing more is written")
+            raise OSError(f"out_dir {self.config.out_dir!r} was removed or replaced "
+                          "while this run used it: nothing more is written")
 
     def append(self, name, text):
         """Add text to a file in out_dir."""
@@ -549,14 +570,16 @@ class Run:
             with open_to_append(self.path(name)) as f:
                 f.write(text.encode("utf-8", "backslashreplace"))
         except OSError as e:
-            raise OSError(f"could not write {self.path(name)}: {e.strerror or e}") from None
+            raise OSError(f"could not write {self.path(name)}: "
+                          f"{e.strerror or e}") from None
 
     def log(self, kind, numbers):
         """Add a line to log.jsonl and tell the tracker. Raises FloatingPointError for a number that
         is not finite, which JSON has not."""
         for name, x in numbers.items():
             if isinstance(x, float) and not abs(x) < float("inf"):
-                raise FloatingPointError(f"{name} is {x} in step {self.step}; lower lr?")
+                raise FloatingPointError(f"{name} is {x} in step {self.step}; lower "
+                                         "lr?")
         row = dict(kind=kind, **numbers)
         if self.replaced:
             row["changed"], self.replaced = self.replaced, ""
@@ -582,7 +605,8 @@ class Run:
         tensors and numbers."""
         if self.writes:
             self.write(learner)
-        self.saved, self.unsaved = self.step, False
+        self.saved = self.step
+        self.unsaved = False
 
     def write(self, learner):
         self.check_own()
@@ -591,9 +615,10 @@ class Run:
             if os.path.exists(self.path(name)):
                 sync(self.path(name))
                 sizes[name] = os.path.getsize(self.path(name))
-        state = dict(learner=learner, step=self.step, memory=self.memory, config=vars(self.config),
-                     identity=self.identity, sizes=sizes)
-        write_checkpoint(self.path("ckpt.pt"), state, previous=self.path("ckpt-previous.pt"))
+        state = dict(learner=learner, step=self.step, memory=self.memory,
+                     config=vars(self.config), identity=self.identity, sizes=sizes)
+        before = self.path("ckpt-previous.pt")
+        write_checkpoint(self.path("ckpt.pt"), state, previous=before)
 
     @contextmanager
     def saving_on(self, kind, opt):

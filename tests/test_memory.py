@@ -242,7 +242,8 @@ def test_what_is_offered_is_allowed_and_other():
                 assert getattr(other, key) == value != getattr(c, key)
                 assert {**vars(other), key: getattr(c, key)} == vars(c)
     assert savings(train.settings, c, "learning") == savings(train.settings, c, "sampling") == {}
-    assert savings(train.settings, train.settings(["--evict=none"]), "sampling")["evict"] == "snapkv"
+    dense = train.settings(["--evict=none"])
+    assert savings(train.settings, dense, "sampling")["evict"] == "snapkv"
 
 
 def test_no_arm_is_a_dry_run():

@@ -83,11 +83,6 @@ def test_run_leaves_what_it_promises(finished):
         samples = f.read()
     assert samples.count("--- step") == 2 * 3  # two responses of steps 0, 2, 3
     assert samples.count("\nAnswer:\n>>> ") == 2 * 3  # the end of the prompt, as it was encoded
-    for e in evals:  # every held-out response, under either cache
-        for name in ("compressed", "dense"):
-            after = samples.split(f"--- eval {e['step']}, {name} cache\n")[1]
-            earned = [float(line.split()[-1]) for line in after.split("---")[0].splitlines()]
-            assert len(earned) == 4 and sum(earned) / 4 == e[f"eval_{name}"]
 
 
 def test_what_was_saved_loads(finished, tmp_path):
@@ -377,7 +372,7 @@ def test_ratios_are_to_the_policy_before_the_first_update():
     assert not torch.equal(now[1], now[0])
 
 
-def by_hand(model, c, out, r, rewards):
+def by_hand(c, out, r, rewards):
     """The objective and the distillation of settings c, written out. -> loss, term"""
     scale = grpo.token_scale(r.mask)
     loss, _ = grpo.policy_loss(out[c.learner], None, advantages(rewards), r.mask)
@@ -402,7 +397,7 @@ def test_the_loss_of_an_update_by_hand(model, changes):
     r, rewards, params = sampled(model), some_rewards(4, 4), list(model.parameters())
     kept = Gradients(opt)
     log = learn(model, opt, objective, r, rewards=rewards, c=c, lr=1e-3)
-    loss, term = by_hand(model, c, replay(model, r, distill_to=c.distill_to), r, rewards)
+    loss, term = by_hand(c, replay(model, r, distill_to=c.distill_to), r, rewards)
     want = torch.autograd.grad(loss + 0.3 * term, params)
     assert apart(want, kept.found) < 1e-5
     assert log["kl"] == pytest.approx(term.item(), rel=1e-5) and term > 0
