@@ -45,7 +45,9 @@ from rollout import generate
 from run.evaluate import check_best, cut_at, decode, evaluate, texts_of
 from run.learn import Metrics, micro_batches, quantile, summary
 from run.settings import (
+    CHOICES,
     OF_OBJECTIVES,
+    RANGES,
     eviction_of,
     eviction_of_evaluation,
     identity_of,
@@ -161,38 +163,26 @@ def test_nothing_is_evicted(tmp_path, capsys):
 @pytest.mark.parametrize("say, args", [
     ("unknown key 'bugdet'; the nearest is 'budget'", ["--bugdet=32"]),
     (f"evict must be one of {', '.join(EVICT)}, or module:name, got 'snap'", ["--evict=snap"]),
-    (f"spread must be one of {', '.join(SPREAD)}, got 'flat'", ["--spread=flat"]),
     ("top_p is not offered", ["--top_p=0.9"]),
     ("top_k is not offered", ["--top_k=50"]),
-    ("eval_problems must be between 1 and 1000000", ["--eval_problems=99999999999"]),
     ("template must hold a JSON object", ["--template=[1]"]),
     ("template is not valid JSON", ["--template={enable_thinking: false}"]),
     ("budget 18 must be above window + sinks", ["--evict=none", "--budget=18"]),
-    ("temperature must be between", ["--temperature=0"]),
     ("lr must be a finite number", ["--lr=nan"]),
-    ("grad_clip must be between", ["--grad_clip=-1"]),
     ("device must be auto, cpu, cuda or cuda:N", ["--device=gpu"]),
     ("out_dir is empty", ["--out_dir="]),
     ("group must be at least 2", ["--group=1"]),
     ("group must be at least 2", ["config/dpo.py", "--group=1"]),
-    ("group must be between 1", ["config/ppo.py", "--group=0"]),
     ("objective must be one of grpo, ppo, dpo", ["--objective=nothing"]),
-    ("correction must be one of none, tis, mis, sparse_rl", ["--correction=vtrace"]),
     ("learner=shadow both are one policy", ["--correction=tis"]),
     ("evict=none, learner=dense both are one policy", ["config/tis.py", "--evict=none"]),
     ("correction=tis with ratio_to=sampler would count", ["config/tis.py", "--ratio_to=sampler"]),
-    ("ratio_to must be one of learner, sampler", ["--ratio_to=old"]),
     ("beta=0.2: objective=grpo does not use it; it uses correction, ", ["--beta=0.2"]),
     ("ratio_to=sampler: objective=dpo does not use it", ["config/dpo.py", "--ratio_to=sampler"]),
     ("ref_kl=0.1: objective=dpo does not use it", ["config/dpo.py", "--ref_kl=0.1"]),
-    ("ref_kl must be between 0 and 100", ["--ref_kl=-1"]),
-    ("distill_on must be one of all, reward", ["--distill_on=none"]),
-    ("teacher must be one of other, initial", ["--teacher=self"]),
     ("response_budget 16 must be above the window of 16", ["--response_budget=16", "--window=16"]),
     ("eval_evict must be one of auto, snapkv", ["--eval_evict=none"]),
-    ("period must be between 1 and", ["--period=0"]),
     ("correction=tis: objective=dpo does not use it", ["config/tis.py", "--objective=dpo"]),
-    ("beta must be between", ["config/dpo.py", "--beta=0"]),
     ("budget 20 must be above window + sinks", ["--budget=20", "--window=16", "--sinks=4"]),
     ("unknown task 'needel'", ["--task=needel"]),
     ("nofile.jsonl", ["--task=nofile.jsonl"]),
@@ -216,6 +206,18 @@ def test_bad_input(say, args, tmp_path, monkeypatch):
     assert say in str(e.value) and str(e.value).startswith("error: ")
     assert "\n" not in str(e.value)
     assert not (tmp_path / "out").exists()
+
+
+def test_ranges_and_choices():
+    """What is outside is refused by name; the defaults are inside."""
+    for key, (low, high) in RANGES.items():
+        for x in (low - 1, high + 1):
+            with pytest.raises(ValueError, match=f"^{key} must be between {low} and {high}, got "):
+                train.settings([f"--{key}={x}"])
+    for key, names in CHOICES.items():
+        with pytest.raises(ValueError, match=f"{key} must be one of {', '.join(names)}, got 'x'"):
+            train.settings([f"--{key}=x"])
+    assert vars(train.settings([])) == train.DEFAULTS
 
 
 def test_config_files(tmp_path):
@@ -514,39 +516,47 @@ def test_nothing_pulls_at_the_start(term, changes):
     assert abs(found[0]) < 1e-6 and found[1] > 1e-4
 
 
-@pytest.mark.parametrize("changes, needed", [
-    (("--ref_kl=0.5",), True), (("--teacher=initial",), True),
-    (("--teacher=initial", "--distill=0"), False), ((), False)])
-def test_the_initial_model_after_a_resume(changes, needed, tmp_path, monkeypatch):
-    """It is read again, so its weights are part of the run; a step and one more are 2."""
+@pytest.mark.parametrize("changes", [["--ref_kl=0.5"], ["--teacher=initial"]])
+def test_the_initial_model_after_a_resume(changes, tmp_path, monkeypatch):
+    """It is read again: a step and one more are 2. Control: it is another one then."""
     ask = [*changes, "--warmup=0", "--eval_every=99", "--eval_problems=1", "--eval_final=1"]
     whole, halves, wrong = (tmp_path / x for x in ("whole", "halves", "wrong"))
-    if needed:
-        train_here(*ask, "--steps=2", f"--out_dir={whole}")
-        train_here(*ask, "--steps=1", f"--out_dir={halves}")
-        shutil.copytree(halves, wrong)
-        ask += ["--steps=2", "--resume=True"]
-        train_here(*ask, f"--out_dir={halves}")
-        assert same_weights(whole, halves) and read_checkpoint(whole)["step"] == 2
-        load, loaded = Transformer.from_pretrained, []
+    train_here(*ask, "--steps=2", f"--out_dir={whole}")
+    train_here(*ask, "--steps=1", f"--out_dir={halves}")
+    shutil.copytree(halves, wrong)
+    ask += ["--steps=2", "--resume=True"]
+    train_here(*ask, f"--out_dir={halves}")
+    assert same_weights(whole, halves) and read_checkpoint(whole)["step"] == 2
+    load, loaded = Transformer.from_pretrained, []
 
-        def other_the_second_time(*args, **kwargs):
-            loaded.append(load(*args, **kwargs))
-            if len(loaded) == 2:
-                for p in loaded[1].parameters():
-                    p.data.mul_(0.9)
-            return loaded[-1]
+    def other_the_second_time(*args, **kwargs):
+        loaded.append(load(*args, **kwargs))
+        if len(loaded) == 2:
+            for p in loaded[1].parameters():
+                p.data.mul_(0.9)
+        return loaded[-1]
 
-        with monkeypatch.context() as patched:
-            patched.setattr(Transformer, "from_pretrained", other_the_second_time)
-            train_here(*ask, f"--out_dir={wrong}")
-        assert len(loaded) == 2 and not same_weights(whole, wrong)  # control
+    monkeypatch.setattr(Transformer, "from_pretrained", other_the_second_time)
+    train_here(*ask, f"--out_dir={wrong}")
+    assert len(loaded) == 2 and not same_weights(whole, wrong)
 
-    other = tmp_path / "other"
-    shutil.copytree(TINY, other)
-    (other / "model.safetensors").write_bytes(b"other weights")
-    c = train.settings(list(changes))
-    assert (identity_of(c, TINY) != identity_of(c, str(other))) == needed
+
+@pytest.mark.parametrize("changes, file, counts", [
+    ("", "M/tokenizer.json", True), ("", "t.jsonl", True), ("", "M/model.safetensors", False),
+    ("--ref_kl=0.5", "M/model.safetensors", True), ("--objective=dpo", "M/model.safetensors", True),
+    ("--teacher=initial", "M/model.safetensors", True),
+    ("--teacher=initial --distill=0", "M/model.safetensors", False), ("", "M/mine.txt", False)])
+def test_contents_are_part_of_a_run(changes, file, counts, tmp_path):
+    """Those of the task and the tokenizer; of weights that are read again. A run that goes on with
+    others is refused, see what a run reads may move."""
+    task = write_problems(tmp_path / "t.jsonl", range(20))
+    shutil.copytree(TINY, tmp_path / "M")
+    (tmp_path / "M" / "mine.txt").write_text("")
+    c = train.settings([*changes.split(), f"--task={task}"])
+    before = identity_of(c, str(tmp_path / "M"))
+    assert before == identity_of(c, str(tmp_path / "M"))
+    (tmp_path / file).write_bytes((tmp_path / file).read_bytes() + b" ")
+    assert (identity_of(c, str(tmp_path / "M")) != before) == counts
 
 
 def test_numbers_of_several_updates():
