@@ -438,24 +438,24 @@ class GRPO:
     uses = ("correction", "ratio_to", "ref_kl", "norm", "clip", "clip_high", "updates")
 
     def __init__(self, model, settings, initial):
-        self.c = settings
+        self.config = settings
         self.reference = initial() if settings.ref_kl else None
 
     @classmethod
-    def check(cls, c):
+    def check(cls, config):
         """Raise ValueError for settings that make no sense together, before a model is loaded."""
-        if c.group < cls.at_least:
-            raise ValueError(f"group must be at least {cls.at_least}, got {c.group}: samples of "
-                             "one prompt are compared")
-        if c.correction == "none":
+        if config.group < cls.at_least:
+            raise ValueError(f"group must be at least {cls.at_least}, got {config.group}: samples "
+                             "of one prompt are compared")
+        if config.correction == "none":
             return
-        if c.ratio_to == "sampler":
-            raise ValueError(f"correction={c.correction} with ratio_to=sampler would count twice "
-                             "what sets the learner apart from the sampler")
-        if c.evict == "none" or c.learner == "shadow":
-            raise ValueError(f"correction={c.correction} weighs a sampler that was not the "
-                             f"learner; with evict={c.evict}, learner={c.learner} both are one "
-                             "policy and all weights 1: it takes an eviction method and "
+        if config.ratio_to == "sampler":
+            raise ValueError(f"correction={config.correction} with ratio_to=sampler would count "
+                             "twice what sets the learner apart from the sampler")
+        if config.evict == "none" or config.learner == "shadow":
+            raise ValueError(f"correction={config.correction} weighs a sampler that was not the "
+                             f"learner; with evict={config.evict}, learner={config.learner} both "
+                             "are one policy and all weights 1: it takes an eviction method and "
                              "--learner=dense")
 
     def prepare(self, rollout, rewards, score):
@@ -465,19 +465,23 @@ class GRPO:
         rewards (B, G). score(rollout, model=...): what replay returns for the learner's policy of
         this model, or another, without gradients. -> the rollout to learn from; batch, tensors of
         which micro-batches take their prompts, "scale" among them; numbers for the log"""
-        c, log = self.c, {}
+        config = self.config
+        log = {}
         check_rewards(rewards, rollout)
-        batch = dict(adv=advantages(rewards, c.norm), scale=token_scale(rollout.mask, c.norm))
-        if c.correction != "none":  # else the learner's log-probs come with the first update
-            batch["weight"], log = self.weigh(rollout, score(rollout)[c.learner])
+        batch = dict(adv=advantages(rewards, config.norm),
+                     scale=token_scale(rollout.mask, config.norm))
+        # without one the learner's log-probs come with the first update
+        if config.correction != "none":
+            batch["weight"], log = self.weigh(rollout, score(rollout)[config.learner])
         if self.reference is not None:
-            batch["ref"] = score(rollout, model=self.reference)[c.learner]
+            batch["ref"] = score(rollout, model=self.reference)[config.learner]
         return rollout, batch, log
 
     def weigh(self, rollout, logp):
         """-> weights (B, G, R) of the configured correction, their numbers for the log"""
         mask = rollout.mask
-        weight, n = correction(self.c.correction, logp, rollout.logp_roll, mask), mask.sum().item()
+        weight = correction(self.config.correction, logp, rollout.logp_roll, mask)
+        n = mask.sum().item()
         rejected = ((weight == 0) & mask).sum().item()
         return weight, dict(weight=weight.sum().item() / n, rejected=rejected / n)
 
@@ -485,16 +489,18 @@ class GRPO:
         """One micro-batch `part` of the rollout `whole`. out: what replay returned. batch: the
         part's share of prepare's. old: the learner's log-probs before its first update, None in
         that. -> loss (), numbers for the log; both add up over micro-batches"""
-        c, logp = self.c, out[self.c.learner]
-        if c.ratio_to == "sampler":
+        config = self.config
+        logp = out[config.learner]
+        if config.ratio_to == "sampler":
             old = part.logp_roll
         loss, stats = policy_loss(
-            logp, old, batch["adv"], part.mask, clip=c.clip, clip_high=c.clip_high,
-            weight=batch.get("weight"), scale=batch["scale"])
-        n, of_all = part.mask.sum().item(), whole.mask.sum().item()
+            logp, old, batch["adv"], part.mask, clip=config.clip,
+            clip_high=config.clip_high, weight=batch.get("weight"), scale=batch["scale"])
+        n = part.mask.sum().item()
+        of_all = whole.mask.sum().item()
         numbers = {name: x.item() * n / of_all for name, x in stats.items()}
         if self.reference is not None:
             kl = (batch["scale"] * reference_kl(logp, batch["ref"], part.mask, old)).sum()
-            loss = loss + c.ref_kl * kl
+            loss = loss + config.ref_kl * kl
             numbers["ref_kl"] = kl.item()
         return loss, numbers

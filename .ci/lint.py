@@ -21,7 +21,8 @@ RIGHT_OF = {"fast": "", "support": "", "model": "fast support", "shadow_attn": "
             "kvcache": "fast",
             "rollout": "kvcache shadow_attn fast", "grpo": "shadow_attn fast",
             "data": "model fast support", "objectives": "grpo shadow_attn fast",
-            "train": "objectives grpo rollout kvcache shadow_attn data model fast support"}
+            "run": "objectives grpo rollout kvcache shadow_attn data model fast support",
+            "train": "run objectives grpo rollout kvcache shadow_attn data model fast support"}
 ROOMS = {*RIGHT_OF, "experiments"}
 PROGRAMS = {"data/pretrain.py"}  # nothing imports them, they may import anything
 

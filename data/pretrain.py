@@ -44,7 +44,8 @@ from data.tokenizer import BYTE_OF, Tokenizer
 from kvcache import Eviction
 from model import Config, Transformer
 from rollout import generate
-from support.run import choose_device, one_line_errors
+from support.run import choose_device
+from support.screen import one_line_errors
 
 HERE = os.path.dirname(os.path.abspath(__file__))
 TINY = os.path.join(HERE, "tiny")

@@ -50,7 +50,7 @@ import tiktoken
 from model import find_checkpoint
 from support.apart import Apart, Exceeds
 from support.jsonfile import entry, read_json, read_text, reason, shown
-from support.run import muted
+from support.screen import muted
 
 # tokenizer.json writes each byte as one character: itself where it is printable, else
 # U+0100 onwards in byte order

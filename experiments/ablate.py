@@ -70,20 +70,13 @@ from experiments.logs import (
     series,
 )
 from experiments.ttest import RANKED, holm, interval, p_value, signed_rank_p
+from model import find_checkpoint
+from run.settings import MAY_CHANGE, identity_of
 from support.checkpoint import HELD, check_whole, open_to_append, remove, write_text
 from support.configurator import check_ranges, configure, help_if_asked, joined, make_folder
 from support.jsonfile import entry, harmless, read_json, shown
-from support.run import (
-    ADAPTERS,
-    MODELS,
-    SIGNALS,
-    difference,
-    hold,
-    one_line_errors,
-    remove_listed,
-    step_of,
-    tell,
-)
+from support.run import ADAPTERS, MODELS, SIGNALS, difference, hold, remove_listed, step_of
+from support.screen import one_line_errors, tell
 
 ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 TRAIN = os.path.join(ROOT, "train.py")
@@ -261,11 +254,11 @@ def check_same(path, c):
     except ValueError as e:
         raise ValueError(f"{file}: {e}") from None
     if before:
-        identity = train.identity_of(c, train.find_checkpoint(c.model))
+        identity = identity_of(c, find_checkpoint(c.model))
     auto = {key for key in ("device", "dtype") if getattr(c, key) == "auto"}  # whatever it was
     moved = {"task", "eval_task"} & identity.keys() & before.keys()
     other = difference(was, c, identity=identity, where=path,
-                       equal=vars(c).keys() - train.MAY_CHANGE - {"seed"} - auto - moved)
+                       equal=vars(c).keys() - MAY_CHANGE - {"seed"} - auto - moved)
     if other:
         raise ValueError(f"{other}: choose another --out")
 

@@ -47,13 +47,15 @@ import rollout as sampler
 import train
 from kvcache import Eviction
 from model import Config, Transformer
+from run.learn import score
 from shadow_attn import group_until, run, shadow_attention
 from support import parallel
 from support.configurator import Arguments, make_folder
 from support.lora import LoRA, targets_of
 from support.memory import ran_out, release
 from support.optimizer import Masters
-from support.run import choose_device, one_line_errors, tell, write_text
+from support.run import choose_device, write_text
+from support.screen import one_line_errors, tell
 
 # the new name of what this warns of is too new
 warnings.filterwarnings("ignore", message=".*gradient_checkpointing_enable.*",
@@ -688,10 +690,12 @@ def our_step(name, work, steps, checkpointing, **more):
                              part=(mine.start, len(ids)))
         rewards = torch.rand(work.B, work.G, device=DEVICE)
         rollouts, rewards = zip(*parallel.gather((r, rewards)))
-        r, rewards = sampler.join(rollouts), torch.cat(rewards)
+        r = replace(sampler.join(rollouts), rewards=torch.cat(rewards))
         sync()
         middle = time.perf_counter()
-        train.update(model, opt, objective, r, rewards=rewards, c=c, lr=c.lr)
+        scores = functools.partial(score, model, objective, c)
+        r, batch, _ = objective.prepare(r, r.rewards, scores)
+        train.update(model, opt, objective, r, batch=batch, config=c, lr=c.lr)
         sync()
         end = time.perf_counter()
         times.append((end - start, middle - start, end - middle))

@@ -36,7 +36,7 @@ from kvcache import EVICT, Eviction, attention, logits, pooled
 from model import Transformer
 from rollout import Rollout, generate
 from shadow_attn import visible
-from support.run import one_line_errors, tell
+from support.screen import one_line_errors, tell
 
 ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 

@@ -26,7 +26,7 @@ from experiments.logs import CACHES, LAST, MANY_SEEDS, load, over_seeds, results
 from experiments.ttest import interval
 from support.checkpoint import write_whole
 from support.configurator import Arguments, make_folder
-from support.run import one_line_errors, tell
+from support.screen import one_line_errors, tell
 
 COLOURS = ["#D55E00", "#009E73", "#0072B2", "#CC79A7", "#E69F00", "#56B4E9", "#000000",
            "#888888"]  # Okabe and Ito's, grey for their yellow

@@ -35,7 +35,7 @@ from kvcache import EVICT, Eviction
 from model import Transformer
 from rollout import generate
 from support.configurator import Arguments
-from support.run import one_line_errors, tell
+from support.screen import one_line_errors, tell
 
 ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 TINY = os.path.join(ROOT, "data", "tiny")

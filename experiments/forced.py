@@ -28,8 +28,12 @@ from data.tokenizer import Tokenizer
 from grpo import replay
 from model import Transformer
 from rollout import generate
+from run.learn import micro_batches
+from run.settings import eviction_of_evaluation
+from run.start import problems_of
 from support.configurator import Arguments
-from support.run import one_line_errors, tell
+from support.run import choose_device
+from support.screen import one_line_errors, tell
 
 BINS = ((0, 0), (1, 2), (3, 5), (6, 8))  # heads that kept a code
 
@@ -39,7 +43,7 @@ def gold(net, tok, problems, c, n):
     say"""
     batch, prompts = problems.get("eval", range(n))
     r = generate(net, prompts, 1, c.max_new_tokens, temperature=0.0,
-                 eviction=train.eviction_of_evaluation(c), stop_ids=tok.stop_ids)
+                 eviction=eviction_of_evaluation(c), stop_ids=tok.stop_ids)
     answers = [[*tok.encode(" " + p.answer), tok.stop_ids[0]] for p in batch]
     if {len(a) for a in answers} != {c.max_new_tokens} or c.response_budget:
         raise ValueError(f"task {c.task}: answers of {c.max_new_tokens} tokens are needed, and "
@@ -64,9 +68,9 @@ def measure(folder, c, n):
     tok = Tokenizer(folder)
     net = Transformer.from_pretrained(folder, device=c.device)
     net.use_tokens(len(tok), tok.absent)
-    batch, r = gold(net, tok, train.problems_of(c, tok, "auto", n), c=c, n=n)
+    batch, r = gold(net, tok, problems_of(c, tok, "auto", n), c=c, n=n)
     outs = []
-    for part in train.micro_batches(r, 2, c.micro_rows):
+    for part in micro_batches(r, 2, c.micro_rows):
         with torch.no_grad():
             outs.append(replay(net, r.select(part)))
     kinds, carried = {}, {}
@@ -97,7 +101,7 @@ def main():
     a = a.parse_args()
     with one_line_errors(ValueError, OSError):
         c = train.settings([f"--device={a.device}"])
-        train.choose_device(c)
+        choose_device(c)
         found = {}
         for folder in a.folders:
             kinds, carried = found[folder] = measure(folder, c, a.n)

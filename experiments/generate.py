@@ -26,7 +26,8 @@ from model import Transformer, find_checkpoint
 from rollout import generate
 from support.configurator import Arguments, check, check_ranges
 from support.jsonfile import parse_object, read_json, shown
-from support.run import choose_device, is_of_a_run, one_line_errors, tell
+from support.run import choose_device, is_of_a_run
+from support.screen import one_line_errors, tell
 
 TINY = os.path.join(os.path.dirname(os.path.dirname(os.path.abspath(__file__))), "data", "tiny")
 RANGES = dict(group=(1, 10**6), max_new_tokens=(1, 10**9), temperature=(0, 100), seed=(0, 2**40))

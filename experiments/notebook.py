@@ -21,7 +21,7 @@ import re
 import shlex
 
 from support.configurator import Arguments
-from support.run import one_line_errors, tell
+from support.screen import one_line_errors, tell
 
 ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 LESSON = os.path.join(ROOT, "docs", "lesson.md")

@@ -30,7 +30,7 @@ import sys
 from statistics import fmean
 
 from experiments.logs import CACHES, load, results
-from support.run import one_line_errors, tell
+from support.screen import one_line_errors, tell
 
 MAIN = ["dense", "naive", "tis", "shadow", "smd"]
 OTHERS = ["mis", "sparse_rl", "bypass", "anchor", "smd_reverse", "released", "one_sided",

@@ -25,7 +25,8 @@ from experiments.curves import (
 )
 from experiments.logs import LAST, read, smooth
 from support.configurator import Arguments
-from support.run import is_of_a_run, one_line_errors, tell
+from support.run import is_of_a_run
+from support.screen import one_line_errors, tell
 
 LONGEST = 24  # characters of a name beside a line
 

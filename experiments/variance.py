@@ -69,9 +69,13 @@ from grpo import correction, replay
 from kvcache import Eviction
 from model import Transformer, find_checkpoint
 from rollout import generate
+from run.settings import CHOICES as TRAINS
+from run.settings import REFUSED, eviction_of
+from run.start import choose_dtype, problems_of
 from support.configurator import configure, help_if_asked, make_folder, parse
 from support.jsonfile import read_json
-from support.run import choose_device, one_line_errors, say, tell, write_text
+from support.run import choose_device, write_text
+from support.screen import one_line_errors, say, tell
 
 OWN = dict(
     prompts=8,              # sampled once and resampled by the bootstrap; 2 and more
@@ -83,7 +87,7 @@ OWN = dict(
 )
 # train.py's keys are among them so that its config files serve; its learner's do nothing here
 DEFAULTS = {**train.DEFAULTS, **OWN}
-CHOICES = {**train.CHOICES, "layers": ["all", "last"]}
+CHOICES = {**TRAINS, "layers": ["all", "last"]}
 # whose gradient each arm takes
 ARMS = dict(naive="dense", tis="dense", seq="dense", sparse_rl="dense", shadow="shadow")
 
@@ -169,7 +173,7 @@ def measure(model, ids, c, lengths):
     say(f"sampling {c.prompts} x {c.group} responses of {lengths[-1]} tokens twice, "
         "from mu and from pi")
     mu = generate(model, ids, c.group, lengths[-1], temperature=c.temperature,
-                  eviction=train.eviction_of(c), seed=c.seed)
+                  eviction=eviction_of(c), seed=c.seed)
     pi = generate(model, ids, c.group, lengths[-1], temperature=c.temperature,
                   eviction=Eviction("none"), seed=c.seed + 1)
     pi.kept = mu.kept  # mu scores what pi drew
@@ -508,7 +512,7 @@ def settings(argv):
     help_if_asked(argv, __doc__, ("settings", __file__, OWN),
                   ("those of train.py", train.__file__, others))
     argv = ["--figure=True" if arg == "--figure" else arg for arg in argv]
-    c = SimpleNamespace(**configure(DEFAULTS, argv, choices=CHOICES, refused=train.REFUSED))
+    c = SimpleNamespace(**configure(DEFAULTS, argv, choices=CHOICES, refused=REFUSED))
     train.settings([f"--{k}={getattr(c, k)}" for k in train.DEFAULTS])  # its checks
     found = {parse(x) for x in c.lengths.split(",")}
     if not all(type(n) is int for n in found):
@@ -530,11 +534,11 @@ def settings(argv):
 def run(c, lengths):
     """-> everything that goes to variance.json"""
     folder = find_checkpoint(c.model)
-    train.choose_dtype(c, folder)
+    choose_dtype(c, folder)
     tok = Tokenizer(folder)
     net = Transformer.from_pretrained(folder, device=c.device, dtype=getattr(torch, c.dtype))
     net.use_tokens(len(tok), tok.absent)
-    problems = train.problems_of(c, tok, find_reward(c.reward), n_eval=c.eval_problems)
+    problems = problems_of(c, tok, find_reward(c.reward), n_eval=c.eval_problems)
     _, ids = problems.get("train", range(c.prompts))
     longest = max(map(len, ids))
     room = net.config.max_pos - longest

@@ -19,25 +19,27 @@ class DPO:
     uses = ("norm", "beta", "updates")  # norm: of the distillation
 
     def __init__(self, model, settings, initial):
-        self.c = settings
+        self.config = settings
         self.reference = initial()
 
     @classmethod
-    def check(cls, c):
-        if c.group < 2:
-            raise ValueError(f"group must be at least 2, got {c.group}: samples of one prompt are "
-                             "compared")
+    def check(cls, config):
+        if config.group < 2:
+            raise ValueError(f"group must be at least 2, got {config.group}: samples "
+                             "of one prompt are compared")
 
     def prepare(self, rollout, rewards, score):
         pairs = best_and_worst(rollout, rewards)
         log = dict(pairs=len(pairs.prompts))
         if not pairs.prompts:
             return pairs, {}, log
-        ref = score(pairs, model=self.reference)[self.c.learner]          # (pairs, 2, R)
-        return pairs, dict(ref=ref, scale=token_scale(pairs.mask, self.c.norm)), log
+        ref = score(pairs, model=self.reference)[self.config.learner]     # (pairs, 2, R)
+        scale = token_scale(pairs.mask, self.config.norm)                 # (pairs, 2, R)
+        return pairs, dict(ref=ref, scale=scale), log
 
     def loss(self, out, part, batch, old, whole):
-        losses, margins = dpo_loss(out[self.c.learner], batch["ref"], part.mask, self.c.beta)
+        logp = out[self.config.learner]
+        losses, margins = dpo_loss(logp, batch["ref"], part.mask, self.config.beta)
         pairs = len(whole.prompts)
         return losses.sum() / pairs, dict(margin=margins.sum().item() / pairs)
 
@@ -64,8 +66,8 @@ def dpo_loss(logp, logp_ref, mask, beta=0.1):
     the mask has no influence, NaN included. Raises ValueError for other shapes."""
     same_shape(logp, logp_ref=logp_ref, mask=mask)
     if logp.dim() != 3 or logp.shape[1] != 2:
-        raise ValueError(f"log-probs must be (pairs, 2, R): a pair has 2 responses, got "
-                         f"{logp.shape[1]} in {tuple(logp.shape)}")
+        raise ValueError("log-probs must be (pairs, 2, R): a pair has 2 responses, "
+                         f"got {logp.shape[1]} in {tuple(logp.shape)}")
     gain = torch.where(mask, logp, 0.0) - torch.where(mask, logp_ref.detach(), 0.0)
     gain = gain.sum(-1)                                                   # (B, 2)
     margin = gain[:, 0] - gain[:, 1]

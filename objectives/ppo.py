@@ -30,28 +30,31 @@ class PPO(GRPO):
             torch.nn.init.zeros_(p)
 
     def prepare(self, rollout, rewards, score):
-        c, mask = self.c, rollout.mask
+        config = self.config
+        mask = rollout.mask
         check_rewards(rewards, rollout)
         out = score(rollout)
         values = out["value"]                                             # (B, G, R)
         last = rollout.lengths[..., None] - 1                             # (B, G, 1)
-        at_end = torch.zeros_like(values).scatter(2, last, rewards[..., None].to(values))
-        adv, returns = gae(at_end, values, mask, gamma=c.gamma, lam=c.lam)
-        batch = dict(adv=whiten(adv, mask), scale=token_scale(mask, c.norm), values=values,
-                     returns=returns)
+        at_end = torch.zeros_like(values)
+        at_end = at_end.scatter(2, last, rewards[..., None].to(values))   # (B, G, R)
+        adv, returns = gae(at_end, values, mask, gamma=config.gamma, lam=config.lam)
+        batch = dict(adv=whiten(adv, mask), scale=token_scale(mask, config.norm),
+                     values=values, returns=returns)
         log = dict(value=values.sum().item() / mask.sum().item())
-        if c.correction != "none":
-            batch["weight"], numbers = self.weigh(rollout, out[c.learner])
+        if config.correction != "none":
+            batch["weight"], numbers = self.weigh(rollout, out[config.learner])
             log.update(numbers)
         if self.reference is not None:
-            batch["ref"] = score(rollout, model=self.reference)[c.learner]
+            batch["ref"] = score(rollout, model=self.reference)[config.learner]
         return rollout, batch, log
 
     def loss(self, out, part, batch, old, whole):
         loss, numbers = super().loss(out, part, batch, old, whole=whole)
         error = value_loss(out["value"], batch["values"], batch["returns"], part.mask,
-                           clip=self.c.clip, scale=batch["scale"])
-        return loss + self.c.value_coef * error, dict(numbers, value_loss=error.item())
+                           clip=self.config.clip, scale=batch["scale"])
+        numbers["value_loss"] = error.item()
+        return loss + self.config.value_coef * error, numbers
 
 
 def gae(rewards, values, mask, gamma=1.0, lam=0.95):
@@ -67,7 +70,8 @@ def gae(rewards, values, mask, gamma=1.0, lam=0.95):
     same_shape(mask, mask=mask, rewards=rewards, values=values)
     rewards, values = (torch.where(mask, x.detach(), 0.0) for x in (rewards, values))
     adv = torch.zeros_like(values)
-    last, after = torch.zeros_like(values[..., 0]), torch.zeros_like(values[..., 0])      # (B, G)
+    last = torch.zeros_like(values[..., 0])                               # (B, G)
+    after = torch.zeros_like(last)                                        # (B, G)
     for t in reversed(range(values.shape[-1])):
         delta = rewards[..., t] + gamma * after - values[..., t]
         last = delta + gamma * lam * last
@@ -100,4 +104,5 @@ def value_loss(values, values_old, returns, mask, clip=0.2, scale=None):
     old = torch.where(mask, values_old.detach(), 0.0)
     returns = torch.where(mask, returns.detach(), 0.0)
     near = old + (values - old).clamp(-clip, clip)
-    return (scale * 0.5 * torch.maximum((values - returns) ** 2, (near - returns) ** 2)).sum()
+    error = torch.maximum((values - returns) ** 2, (near - returns) ** 2)
+    return (scale * 0.5 * error).sum()

@@ -24,7 +24,8 @@ import tokenize
 from types import ModuleType
 
 from support.jsonfile import shown
-from support.run import failures, tell
+from support.run import failures
+from support.screen import tell
 
 LARGEST = 1_000_000  # bytes of a config file
 NUMBER = re.compile(r"[+-]?((\d+\.?\d*|\.\d+)([eE][+-]?\d+)?|inf|nan)", re.ASCII)

@@ -23,7 +23,7 @@ from functools import partial
 
 import torch
 
-from support.run import tell
+from support.screen import tell
 
 # what torch's allocators and the libraries below them say
 SAID = re.compile("out of memory|can't allocate memory|ALLOC_FAILED", re.IGNORECASE)
@@ -68,10 +68,10 @@ def saving_if_memory_runs_out(run, opt, phases, savings):
             raise
         names = [frame.f_code.co_name for frame, _ in traceback.walk_tb(e.__traceback__)]
         phase = next((phases[name] for name in names if name in phases), None)
-        line = f"out of memory in step {run.step}, {gigabytes(held(run.c.device))} GB held"
+        line = f"out of memory in step {run.step}, {gigabytes(held(run.config.device))} GB held"
         release(e)
     if phase:
-        line += f", in {phase}{advice(run, savings(run.c, phase))}"
+        line += f", in {phase}{advice(run, savings(run.config, phase))}"
     # elsewhere it is not known whether step `run.step` is done
     if phase and run.writes and run.unsaved and not opt.changed:
         try:
@@ -85,7 +85,7 @@ def advice(run, found):
     """What may be set differently, where a run goes on and where it begins again."""
     text = ""
     for how, resumes in (("--resume=True and ", True), ("a new run with ", False)):
-        said = [f"--{key}={value} (now {getattr(run.c, key)})" for key, value in found.items()
+        said = [f"--{key}={value} (now {getattr(run.config, key)})" for key, value in found.items()
                 if (key in run.may_change) == resumes]
         if said:
             text += f"; lower: {how}{' or '.join(said)}"

@@ -1,15 +1,13 @@
 """
 The files of a run: out_dir with its lock, log.jsonl, samples.txt, config.json, ckpt.pt, model/,
-best/, adapter/, adapter-best/ and tensorboard/; what a signal does; what a run prints; what others'
-code may do.
+best/, adapter/, adapter-best/ and tensorboard/; what a signal does; what others' code may do.
 
 The idea. A folder belongs to one run and one process; of several ranks (support/parallel.py) only
-rank 0 writes and prints. A checkpoint knows how long log and samples were when it was written, and
+rank 0 writes. A checkpoint knows how long log and samples were when it was written, and
 a resumed run cuts them back to that: wherever a run was cut, its files end as if it had not been. A
 model's folder holds a list of what a run wrote there, for which step: only that is ever removed.
 No link in it is followed where something is written (support/checkpoint.py has how).
-What cannot be printed is dropped: the log is the record. On a terminal the last line is written
-again and again, elsewhere a step is a line. Nothing here knows what is trained.
+Nothing here knows what is trained.
 """
 import errno
 import functools
@@ -35,7 +33,8 @@ from support.checkpoint import (
     write_checkpoint,
     write_text,
 )
-from support.jsonfile import check_shape, harmless, printable, read_json, shown
+from support.jsonfile import check_shape, read_json, shown
+from support.screen import LAST, is_terminal, tell
 
 try:
     import fcntl
@@ -52,150 +51,10 @@ BESIDE = ("generation_config.json", "tokenizer.json", "tokenizer_config.json",
           "special_tokens_map.json", "added_tokens.json", "vocab.json", "merges.txt",
           "chat_template.jinja", "chat_template.json")
 LIST = "run.json"  # in FOLDERS: the step of the model, its reward, the names of the run's files
-LAYOUT = dict(step=int, memory=dict, learner=dict, config=dict, identity=dict, sizes=dict)
+LAYOUT = dict(step=int, memory=dict, learner=dict, config=dict, identity=dict,
+              sizes=dict)
 SIGNALS = [getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGHUP")
            if hasattr(signal, name)]
-
-
-# what is printed
-
-def tell(text, stream=None):
-    """Print a line, which stays; control characters are escaped. Where that fails (a broken pipe, a
-    full device, a closed stream) the line and all that follow are dropped: no reason to stop."""
-    LAST.wipe()
-    put(harmless(text) + "\n", stream or sys.stdout)
-
-
-def progress(text, end):
-    """Print a step's line and its end. On a terminal the next one takes its place."""
-    if not is_terminal(sys.stdout):
-        tell(f"{text} | {end}")
-        return
-    LAST.step, LAST.end, LAST.now = text, f" | {end}", ""
-    LAST.draw()
-
-
-def say(text):
-    """What is going on now, on a terminal only; the next text takes its place, "" clears it."""
-    LAST.now = text
-    LAST.draw()
-
-
-class LastLine:
-    """The last line of a terminal, written again and again: a step, which is cut where it must be,
-    its end, and what is going on now. stream: where something stands there now, or None."""
-    step = end = now = ""
-    stream = None
-
-    def draw(self):
-        streams = [stream for stream in (sys.stdout, sys.stderr) if is_terminal(stream)]
-        if not streams:
-            return
-        width = columns(streams[0])
-        behind = self.end
-        if self.now:
-            behind += f" | {self.now}" if self.step else self.now
-        if self.step:
-            behind = behind[:width * 2 // 3]
-        text = self.step[:width - len(behind)] + behind[:width]
-        if text:
-            put("\r" + text.ljust(width), streams[0])
-            self.stream = streams[0]
-        else:
-            self.wipe()
-
-    def wipe(self):
-        if self.stream:
-            put("\r" + " " * columns(self.stream) + "\r", self.stream)
-        self.stream = None
-
-    def leave(self):
-        """Let it stand and forget it: what others print begins on a line of its own."""
-        if self.stream:
-            put("\n", self.stream)
-        self.step = self.end = self.now = ""
-        self.stream = None
-
-
-LAST = LastLine()
-
-
-def is_terminal(stream):
-    return bool(stream) and not stream.closed and stream.isatty()
-
-
-def columns(stream):
-    """How many a terminal's line has now, without the last: what fills it may scroll."""
-    try:
-        return (os.get_terminal_size(stream.fileno()).columns or 80) - 1
-    except (OSError, ValueError):
-        return 79
-
-
-def put(text, stream):
-    if stream is None or parallel.rank():  # it was closed before this process began
-        return
-    try:
-        stream.write(text)
-        stream.flush()
-    except UnicodeEncodeError:
-        put(text.encode("ascii", "backslashreplace").decode(), stream)
-    except (OSError, ValueError):
-        # the interpreter would try again at its end what the stream still holds, and fail
-        with suppress(OSError, ValueError):
-            nowhere = os.open(os.devnull, os.O_WRONLY)
-            os.dup2(nowhere, stream.fileno())
-            os.close(nowhere)
-
-
-def open_streams():
-    """A file that is opened while a standard stream is closed takes its number, and what a library
-    prints would end up in it: let all three lead somewhere."""
-    for fd in range(3):
-        try:
-            os.fstat(fd)
-        except OSError:
-            os.open(os.devnull, os.O_RDWR)  # takes the lowest free number: this one
-
-
-@contextmanager
-def muted():
-    """Nothing is printed to stderr in here: a library in Rust prints its stack before it raises."""
-    try:
-        before = os.dup(2)
-    except OSError:  # it is closed
-        before = os.open(os.devnull, os.O_WRONLY)
-    os.dup2(nowhere(), 2)
-    try:
-        yield
-    finally:
-        os.dup2(before, 2)
-        os.close(before)
-
-
-@functools.cache
-def nowhere():
-    return os.open(os.devnull, os.O_WRONLY)
-
-
-@contextmanager
-def one_line_errors(*kinds, also=None):
-    """Exceptions of these kinds end the program with one line, an interrupt with 130. also(): what
-    the line says behind that."""
-    open_streams()
-    try:
-        yield
-    except kinds as e:
-        line = f"error: {e}"
-        if len(line) > 2000:  # such as a path that is too long for the system
-            line = f"{line[:1000]} ... {line[-900:]}"
-        if also:
-            line += also()
-        sys.exit(printable(line))
-    except KeyboardInterrupt:
-        sys.exit(130)
-    finally:
-        LAST.leave()
 
 
 # others' code, such as a reward
@@ -242,10 +101,12 @@ SHARED = [
     (matmul_precision, torch.set_float32_matmul_precision),
     (torch.get_num_threads, torch.set_num_threads),
     (torch.get_deterministic_debug_mode, torch.set_deterministic_debug_mode)]
-SHARED += [(functools.partial(torch.is_autocast_enabled, kind),
-            functools.partial(torch.set_autocast_enabled, kind)) for kind in ("cpu", "cuda")]
-SHARED += [(functools.partial(signal.getsignal, number), functools.partial(signal.signal, number))
-           for number in (*SIGNALS, *filter(None, [getattr(signal, "SIGALRM", None)]))]
+for kind in ("cpu", "cuda"):
+    SHARED.append((functools.partial(torch.is_autocast_enabled, kind),
+                   functools.partial(torch.set_autocast_enabled, kind)))
+for number in (*SIGNALS, *filter(None, [getattr(signal, "SIGALRM", None)])):
+    SHARED.append((functools.partial(signal.getsignal, number),
+                   functools.partial(signal.signal, number)))
 if hasattr(signal, "setitimer"):
     SHARED.append((timer, timer))
 
@@ -255,7 +116,9 @@ def settings_kept():
     """What somebody's own code sets for all of the process is set back: the run is not to learn
     without gradients, in another precision, or deaf to signals. A child that such code forks and
     lets come back here ends, as there would be two runs."""
-    before, pid, grad = [get() for get, _ in SHARED], os.getpid(), torch.is_grad_enabled()
+    before = [get() for get, _ in SHARED]
+    pid = os.getpid()
+    grad = torch.is_grad_enabled()
     try:
         # when this one ends, others that were begun in it are over too
         with torch.inference_mode(torch.is_inference_mode_enabled()):
@@ -288,41 +151,44 @@ def in_child():
     signal. A child could not be ended, or would hold out_dir longer than the run."""
     for number in SIGNALS:
         if getattr(signal.getsignal(number), "__func__", None) is Run.on_signal:
-            default = signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL
-            signal.signal(number, default)
+            signal.signal(number, signal.SIG_DFL)
+            if number == signal.SIGINT:
+                signal.signal(number, signal.default_int_handler)
     while HELD:
         os.close(HELD.popitem()[1])
     after_fork()
 
 
 if hasattr(os, "register_at_fork"):
-    os.register_at_fork(before=before_fork, after_in_parent=after_fork, after_in_child=in_child)
+    os.register_at_fork(
+        before=before_fork, after_in_parent=after_fork, after_in_child=in_child)
 
 
 # the machine
 
-def choose_device(c):
-    """Replace "auto" in c.device by what it means here; of several ranks each gets a card of its
-    own. Raises ValueError for a device that is not there."""
-    if c.device == "auto":
-        c.device = "cuda" if torch.cuda.is_available() else "cpu"
-    kind, _, index = c.device.partition(":")
-    if kind not in ("cpu", "cuda") or not (index or "0").isdecimal() or (kind == "cpu" and index):
-        raise ValueError(f"device must be auto, cpu, cuda or cuda:N, got {c.device!r}")
+def choose_device(config):
+    """Replace "auto" in config.device by what it means here; of several ranks each gets a card of
+    its own. Raises ValueError for a device that is not there."""
+    if config.device == "auto":
+        config.device = "cuda" if torch.cuda.is_available() else "cpu"
+    kind, _, index = config.device.partition(":")
+    if config.device != "cpu" and (kind != "cuda" or not (index or "0").isdecimal()):
+        raise ValueError("device must be auto, cpu, cuda or cuda:N, got "
+                         f"{config.device!r}")
     if kind == "cuda":
         cards = torch.cuda.device_count()
         if parallel.launched():
             if index:
-                raise ValueError(f"device={c.device} is one card, torchrun gives each rank "
-                                 "its own: say --device=cuda")
+                raise ValueError(f"device={config.device} is one card, torchrun gives "
+                                 "each rank its own: say --device=cuda")
             if parallel.card() >= cards > 0:
-                raise ValueError(f"torchrun started more ranks than the {cards} cards here: "
-                                 f"--nproc_per_node={cards}, or --device=cpu")
+                raise ValueError(f"torchrun started more ranks than the {cards} cards "
+                                 f"here: --nproc_per_node={cards}, or --device=cpu")
             index = str(parallel.card())
-            c.device = f"cuda:{index}"
+            config.device = f"cuda:{index}"
         if int(index or 0) >= cards:
-            raise ValueError(f"device={c.device} was asked for, but torch finds no CUDA or no such "
-                             f"card ({cards} found)")
+            raise ValueError(f"device={config.device} was asked for, but torch finds "
+                             f"no CUDA or no such card ({cards} found)")
         torch.cuda.set_device(int(index or 0))  # the peak is asked of the current card
 
 
@@ -343,7 +209,8 @@ def hold(out_dir):
     except OSError as e:
         if e.errno in (errno.EWOULDBLOCK, errno.EACCES):
             os.close(folder)
-            raise ValueError(f"out_dir {out_dir!r} is in use by another process") from None
+            raise ValueError(f"out_dir {out_dir!r} is in use by another "
+                             "process") from None
         tell_once("out_dir is on a file system that cannot lock a folder "
                   f"({e.strerror}): see to it that no other process uses it")
     HELD[where] = folder
@@ -376,8 +243,9 @@ def read_beside(folder):
         if not os.path.isfile(path):
             continue
         if os.path.dirname(os.path.realpath(path)) not in inside:
-            raise ValueError(f"{path} is a link out of the model's folder, and would be copied to "
-                             "where the model is saved: put the file itself there")
+            raise ValueError(f"{path} is a link out of the model's folder, and would "
+                             "be copied to where the model is saved: put the file "
+                             "itself there")
         with open(path, "rb") as f:
             found[name] = f.read()
     return found
@@ -394,7 +262,8 @@ def read_list(folder):
     there; names of the files that a run wrote, the note's own last."""
     try:
         found = read_json(os.path.join(folder, LIST))
-        step, names = found["step"], [name for name in found["files"] if is_name(folder, name)]
+        step = found["step"]
+        names = [name for name in found["files"] if is_name(folder, name)]
     except (OSError, ValueError, KeyError, TypeError):
         return None, []
     if not all(os.path.isfile(os.path.join(folder, name)) for name in names):
@@ -414,16 +283,16 @@ def step_of(path, names):
     return steps.pop() if len(steps) == 1 else None
 
 
-def difference(was, c, identity, equal, where):
+def difference(was, config, identity, equal, where):
     """The first difference to a run that began before in `where`, "" if there is none. was: its
     config.json. identity: fingerprints of what settings name now. equal: settings that must be."""
     before = was.get("identity", {})
     for key in sorted(identity.keys() & before.keys()):
         if identity[key] != before[key]:
-            return (f"{key} {shown(getattr(c, key))} has other contents now than when the run in "
-                    f"{where!r} began")
+            return (f"{key} {shown(getattr(config, key))} has other contents now than "
+                    f"when the run in {where!r} began")
     for key in sorted(equal):
-        old, new = was.get(key), getattr(c, key)
+        old, new = was.get(key), getattr(config, key)
         if type(old) is not type(new) or old != new:
             return (f"{key} was {shown(old)} in the run in {where!r}, now it is "
                     f"{shown(new)}")
@@ -431,12 +300,12 @@ def difference(was, c, identity, equal, where):
 
 
 class Run:
-    """One run in c.out_dir.
+    """One run in config.out_dir.
 
-    c: namespace with out_dir, resume, overwrite, steps and whatever else the run is made of.
-    may_change: keys that a resumed run may have set differently. identity: {key of c: fingerprint
-    of the files that it names}, part of the run where their names and places are not. inputs: {key
-    of c: path of what is read}, of which "model" is the folder that the model is loaded from.
+    config: namespace with out_dir, resume, overwrite, steps and whatever else the run is made of.
+    may_change: keys that a resumed run may have set differently. identity: {key: fingerprint of the
+    files that it names}, part of the run where their names and places are not. inputs: {key: path
+    of what is read}, of which "model" is the folder that the model is loaded from.
     shapes: what memory holds once a step is done, as check_shape has it. folder: where out_dir is,
     whatever the current folder is later. step: steps done. memory: what later steps must know
     beside the learner; JSON. learner: what `save` was given, after a resume. signal: the number of
@@ -448,23 +317,33 @@ class Run:
     reads or files that no run made, is in use, or holds a checkpoint that is damaged or of other
     settings; FileNotFoundError if there is none."""
 
-    def __init__(self, c, may_change, identity=None, inputs=None, shapes=None):
-        self.c, self.may_change, self.identity = c, may_change, identity or {}
-        self.folder, self.shapes = os.path.realpath(c.out_dir), shapes or {}
-        self.step, self.memory, self.learner = 0, {}, None
-        self.held, self.signal, self.interrupted = None, 0, 0
-        self.beside, self.tracker, self.replaced = {}, None, ""
+    def __init__(self, config, may_change, identity=None, inputs=None, shapes=None):
+        self.config = config
+        self.may_change = may_change
+        self.identity = identity or {}
+        self.shapes = shapes or {}
+        self.folder = os.path.realpath(config.out_dir)
+        self.step = 0
+        self.memory = {}
+        self.learner = None
+        self.held = None  # the descriptor that locks out_dir
+        self.signal = 0
+        self.interrupted = 0
+        self.beside = {}
+        self.tracker = None
+        self.replaced = ""
         self.writes = parallel.rank() == 0
-        self.saved, self.unsaved = None, not c.resume  # the checkpoint's step; is there more?
-        if c.resume and c.overwrite:
-            raise ValueError("resume=True goes on with a run, overwrite=True throws it away: say "
-                             "one of them")
+        self.saved = None  # the checkpoint's step
+        self.unsaved = not config.resume  # is there more than it holds?
+        if config.resume and config.overwrite:
+            raise ValueError("resume=True goes on with a run, overwrite=True throws "
+                             "it away: say one of them")
         self.check_inputs(inputs or {})
         if inputs:
             self.beside = read_beside(inputs["model"])
         if self.writes and os.path.isdir(self.folder):
-            self.held = hold(c.out_dir)
-        if c.resume:
+            self.held = hold(config.out_dir)
+        if config.resume:
             self.read_checkpoint()
         elif self.writes:
             self.check_free()
@@ -478,7 +357,7 @@ class Run:
 
     @property
     def finished(self):
-        return self.step >= self.c.steps
+        return self.step >= self.config.steps
 
     def path(self, name):
         return os.path.join(self.folder, name)
@@ -488,8 +367,8 @@ class Run:
         ours = {os.path.realpath(self.path(name)) for name in ("", *FOLDERS, *FILES)}
         for key, path in inputs.items():
             if os.path.realpath(path) in ours:
-                raise ValueError(f"{key} {getattr(self.c, key)!r} is where this run would save its "
-                                 "own: choose another --out_dir")
+                raise ValueError(f"{key} {getattr(self.config, key)!r} is where this "
+                                 "run would save its own: choose another --out_dir")
 
     def files_of(self, folder):
         """Names of the files that write_model writes to a folder, the list of them last."""
@@ -504,12 +383,13 @@ class Run:
             path = self.path(folder)
             names.append(folder)
             if os.path.isdir(path) and not os.path.islink(path):
-                names[-1:] = [os.path.join(folder, name) for name in sorted(os.listdir(path))]
+                inside = sorted(os.listdir(path))
+                names[-1:] = [os.path.join(folder, name) for name in inside]
         return [name for name in names if os.path.lexists(self.path(name))]
 
     def check_free(self):
         """Raise ValueError unless a new run may begin in out_dir."""
-        there, out_dir = self.files(), self.c.out_dir
+        there, out_dir = self.files(), self.config.out_dir
         ours = is_of_a_run(self.path("config.json"))
         made = {os.path.join(folder, file) for folder in FOLDERS
                 for file in read_list(self.path(folder))[1]}.union(FILES)
@@ -518,28 +398,30 @@ class Run:
             if ours and folder and file not in self.files_of(folder):
                 continue  # an old run's, or somebody's own, which stays
             if not ours or name not in made or os.path.islink(self.path(name)):
-                raise ValueError(f"out_dir {out_dir!r} holds {name}, which no run of this program "
-                                 "made: choose another --out_dir")
-        if there and not self.c.overwrite and not (ours and self.nothing_saved()):
-            raise ValueError(f"out_dir {out_dir!r} holds another run: say --resume=True, "
-                             "--overwrite=True, or another --out_dir")
+                raise ValueError(f"out_dir {out_dir!r} holds {name}, which no run of "
+                                 "this program made: choose another --out_dir")
+        if there and not self.config.overwrite and not (ours and self.nothing_saved()):
+            raise ValueError(f"out_dir {out_dir!r} holds another run: say "
+                             "--resume=True, --overwrite=True, or another --out_dir")
 
     def check_links(self):
         """Raise ValueError for a link where this run would write: whoever made it may have meant a
         file of somebody else. (A later one is not followed either, see folder_of.)"""
-        names = [*FILES, *FOLDERS, "wandb", *(os.path.join(folder, name) for folder in FOLDERS
-                                              for name in self.files_of(folder))]
-        for known in names:
+        inside = [os.path.join(folder, name) for folder in FOLDERS
+                  for name in self.files_of(folder)]
+        for known in (*FILES, *FOLDERS, "wandb", *inside):
             for name in (known, known + UNFINISHED):
                 if os.path.islink(self.path(name)):
-                    raise ValueError(f"out_dir {self.c.out_dir!r} holds {name}, which is a link, "
-                                     "and nothing is written through one: choose another --out_dir")
+                    raise ValueError(f"out_dir {self.config.out_dir!r} holds {name}, "
+                                     "which is a link, and nothing is written through "
+                                     "one: choose another --out_dir")
 
     def nothing_saved(self):
         """Did the run in out_dir end before its first evaluation was logged? It counts as none."""
-        if any(os.path.lexists(self.path(name)) for name in ("ckpt.pt", "ckpt-previous.pt")):
+        models = [self.path(name) for name in MODELS]
+        if any(map(os.path.lexists, map(self.path, ("ckpt.pt", "ckpt-previous.pt")))):
             return False
-        if any(os.path.isdir(self.path(name)) and os.listdir(self.path(name)) for name in MODELS):
+        if any(os.path.isdir(path) and os.listdir(path) for path in models):
             return False
         log = self.path("log.jsonl")
         return not os.path.exists(log) or os.path.getsize(log) == 0
@@ -547,7 +429,8 @@ class Run:
     # resuming
 
     def read_checkpoint(self):
-        c, path = self.c, self.path("ckpt.pt")
+        config = self.config
+        path = self.path("ckpt.pt")
         try:
             state = read_checkpoint(path)
         except (FileNotFoundError, ValueError) as e:
@@ -555,31 +438,36 @@ class Run:
         for key, kind in LAYOUT.items():
             found = state.get(key) if isinstance(state, dict) else None
             if type(found) is not kind:
-                raise ValueError(f"resume: {path}: {key} must be of type {kind.__name__}, "
-                                 f"got {type(found).__name__}; {self.older()}")
+                raise ValueError(f"resume: {path}: {key} must be of type "
+                                 f"{kind.__name__}, got {type(found).__name__}; "
+                                 f"{self.older()}")
         sizes = [state["sizes"].get(name) for name in GROWING]
         if min(state["step"], *(n if type(n) is int else -1 for n in sizes)) < 0:
-            raise ValueError(f"resume: {path}: step {state['step']} and sizes {sizes!s:.100} must "
-                             f"be whole numbers from 0; {self.older()}")
+            raise ValueError(f"resume: {path}: step {state['step']} and sizes "
+                             f"{sizes!s:.100} must be whole numbers from 0; "
+                             f"{self.older()}")
         try:
             json.dumps(state["memory"], allow_nan=False)
             maybe = "" if state["step"] else "?"  # before the first step there is less
-            check_shape(state["memory"], {key + maybe: shape for key, shape in self.shapes.items()},
-                        "memory")
+            shapes = {key + maybe: shape for key, shape in self.shapes.items()}
+            check_shape(state["memory"], shapes, "memory")
         except (ValueError, TypeError, RecursionError) as e:
-            raise ValueError(f"resume: {path}: memory is not what a run keeps: {e!s:.300}; "
-                             f"{self.older()}") from None
+            raise ValueError(f"resume: {path}: memory is not what a run keeps: "
+                             f"{e!s:.300}; {self.older()}") from None
         known = self.identity.keys() & state["identity"].keys()  # may have moved
+        was = dict(state["config"], identity=state["identity"])
         other = difference(
-            dict(state["config"], identity=state["identity"]), c, identity=self.identity,
-            equal=vars(c).keys() - self.may_change - known, where=c.out_dir)
+            was, config, identity=self.identity, where=config.out_dir,
+            equal=vars(config).keys() - self.may_change - known)
         if other:
             raise ValueError(f"resume: {other}")
-        if state["step"] > c.steps:
-            raise ValueError(f"resume: the run in {c.out_dir!r} has done {state['step']} steps "
-                             f"already, steps={c.steps}")
-        self.step, self.memory, self.learner = state["step"], state["memory"], state["learner"]
-        self.sizes, self.saved = state["sizes"], self.step
+        if state["step"] > config.steps:
+            raise ValueError(f"resume: the run in {config.out_dir!r} has done "
+                             f"{state['step']} steps already, steps={config.steps}")
+        self.step = self.saved = state["step"]
+        self.memory = state["memory"]
+        self.learner = state["learner"]
+        self.sizes = state["sizes"]
 
     def older(self):
         """What to do without ckpt.pt."""
@@ -590,7 +478,8 @@ class Run:
             step = read_checkpoint(path)["step"]
         except (OSError, ValueError, KeyError, TypeError):
             return "start again with --overwrite=True"
-        return f"{path} is whole and holds step {step}: rename it to ckpt.pt and resume from it"
+        return (f"{path} is whole and holds step {step}: rename it to ckpt.pt and "
+                "resume from it")
 
     def cut_back(self, name):
         """Cut a file that grows back to what the checkpoint knows."""
@@ -598,7 +487,8 @@ class Run:
         try:
             with open_to_append(path) as f:
                 if f.tell() < size:
-                    tell(f"{path} lacks some of what was written before step {self.step}")
+                    tell(f"{path} lacks some of what was written before step "
+                         f"{self.step}")
                     f.seek(0)
                     size = f.read().rfind(b"\n") + 1  # not half a line
                 f.truncate(size)
@@ -629,7 +519,7 @@ class Run:
             tell(f"resumed at step {self.step}")
         for folder in MODELS:
             os.makedirs(self.path(folder), exist_ok=True)
-        settings = dict(vars(self.c), identity=self.identity)
+        settings = dict(vars(self.config), identity=self.identity)
         write_text(self.path("config.json"), json.dumps(settings, indent=2))
 
     def on_signal(self, number, frame):
@@ -644,8 +534,9 @@ class Run:
         if not self.writes:
             return
         with suppress(OSError):  # print may be what was interrupted
-            os.write(2, f"\n{signal.Signals(number).name}: finishing this step, then saving; once "
-                     "more quits at once\n".encode())
+            name = signal.Signals(number).name
+            line = f"\n{name}: finishing this step, then saving; once more quits at once\n"
+            os.write(2, line.encode())
             if is_terminal(sys.stderr):  # where the cursor now is on a line of its own
                 LAST.stream = None
 
@@ -666,8 +557,8 @@ class Run:
 
     def check_own(self):
         if not self.is_own():
-            raise OSError(f"out_dir {self.c.out_dir!r} was removed or replaced while this run used "
-                          "it: nothing more is written")
+            raise OSError(f"out_dir {self.config.out_dir!r} was removed or replaced "
+                          "while this run used it: nothing more is written")
 
     def append(self, name, text):
         """Add text to a file in out_dir."""
@@ -679,14 +570,16 @@ class Run:
             with open_to_append(self.path(name)) as f:
                 f.write(text.encode("utf-8", "backslashreplace"))
         except OSError as e:
-            raise OSError(f"could not write {self.path(name)}: {e.strerror or e}") from None
+            raise OSError(f"could not write {self.path(name)}: "
+                          f"{e.strerror or e}") from None
 
     def log(self, kind, numbers):
         """Add a line to log.jsonl and tell the tracker. Raises FloatingPointError for a number that
         is not finite, which JSON has not."""
         for name, x in numbers.items():
             if isinstance(x, float) and not abs(x) < float("inf"):
-                raise FloatingPointError(f"{name} is {x} in step {self.step}; lower lr?")
+                raise FloatingPointError(f"{name} is {x} in step {self.step}; lower "
+                                         "lr?")
         row = dict(kind=kind, **numbers)
         if self.replaced:
             row["changed"], self.replaced = self.replaced, ""
@@ -704,7 +597,7 @@ class Run:
 
     def minutes_left(self):
         """After the step in progress, at the pace of this process so far."""
-        done, left = self.step + 1 - self.first, self.c.steps - self.step - 1
+        done, left = self.step + 1 - self.first, self.config.steps - self.step - 1
         return (time.monotonic() - self.began) / done * left / 60
 
     def save(self, learner):
@@ -712,7 +605,8 @@ class Run:
         tensors and numbers."""
         if self.writes:
             self.write(learner)
-        self.saved, self.unsaved = self.step, False
+        self.saved = self.step
+        self.unsaved = False
 
     def write(self, learner):
         self.check_own()
@@ -721,9 +615,10 @@ class Run:
             if os.path.exists(self.path(name)):
                 sync(self.path(name))
                 sizes[name] = os.path.getsize(self.path(name))
-        state = dict(learner=learner, step=self.step, memory=self.memory, config=vars(self.c),
-                     identity=self.identity, sizes=sizes)
-        write_checkpoint(self.path("ckpt.pt"), state, previous=self.path("ckpt-previous.pt"))
+        state = dict(learner=learner, step=self.step, memory=self.memory,
+                     config=vars(self.config), identity=self.identity, sizes=sizes)
+        before = self.path("ckpt-previous.pt")
+        write_checkpoint(self.path("ckpt.pt"), state, previous=before)
 
     @contextmanager
     def saving_on(self, kind, opt):
@@ -775,7 +670,7 @@ class Run:
     def leave(self):
         """After the loop of an interrupted run: say how to go on, end with 128 + signal."""
         how = "the same command and --resume=True"
-        if self.c.overwrite:
+        if self.config.overwrite:
             how += " in place of --overwrite=True"
-        tell(f"saved in {self.c.out_dir} after step {self.step}; go on with {how}")
+        tell(f"saved in {self.config.out_dir} after step {self.step}; go on with {how}")
         sys.exit(128 + self.interrupted)

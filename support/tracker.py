@@ -15,7 +15,8 @@ import importlib
 import os
 
 from support.jsonfile import reason
-from support.run import LIST, failures, read_list, settings_kept, tell
+from support.run import LIST, failures, read_list, settings_kept
+from support.screen import tell
 
 
 class TensorBoard:
@@ -46,8 +47,8 @@ class WandB:
     def __init__(self, run):
         import wandb
         self.run = wandb.init(
-            id=run.memory.get("wandb"), resume="allow", dir=run.folder, name=run.c.out_dir,
-            config=vars(run.c), allow_val_change=True, settings=wandb.Settings(console="off"))
+            id=run.memory.get("wandb"), resume="allow", dir=run.folder, name=run.config.out_dir,
+            config=vars(run.config), allow_val_change=True, settings=wandb.Settings(console="off"))
         run.memory["wandb"] = self.run.id
         self.run.define_metric("step")
         self.run.define_metric("*", step_metric="step")
@@ -74,11 +75,11 @@ def check_tracker(name):
 
 
 class Tracker:
-    """Hands the rows of run's log on to run.c.tracker. already: rows of the step that is resumed,
-    which stand in the log."""
+    """Hands the rows of run's log on to run.config.tracker. already: rows of the step that is
+    resumed, which stand in the log."""
 
     def __init__(self, run, already):
-        self.name, self.to = run.c.tracker, None
+        self.name, self.to = run.config.tracker, None
         self.attempt(self.start, run)
         for row in already:
             self.log(row)

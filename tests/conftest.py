@@ -2,9 +2,11 @@
 import json
 import multiprocessing
 import os
+import shutil
 import signal
 import subprocess
 import sys
+from dataclasses import replace
 from functools import partial
 from multiprocessing import forkserver
 
@@ -13,13 +15,19 @@ import torch
 import torch.distributed
 from torch.utils._python_dispatch import TorchDispatchMode
 
+import run.dry_run
+import run.evaluate
+import run.learn
 import train
 from grpo import replay
 from kvcache import EVICT, attention
 from model import Config, Transformer
 from rollout import Rollout
+from run.learn import score
 from support import parallel
 from support.checkpoint import read_checkpoint as read_whole
+from support.lora import LoRA
+from support.optimizer import Masters
 from support.own import find_own
 from support.run import HELD, SIGNALS
 
@@ -34,6 +42,7 @@ RAW = dict(
     max_position_embeddings=512, rms_norm_eps=1e-6, rope_theta=1e4, tie_word_embeddings=True)
 SMALL = dict(budget=24, window=8, sinks=2)
 STOP = (3, 7, 9)
+TINY = os.path.join(ROOT, "data", "tiny")
 # a run of half a second, which learns whatever its responses earn
 FAST = ["--task=kv", "--prompt_tokens=64", "--max_new_tokens=5", "--budget=24", "--window=16",
         "--prompts=2", "--group=4", "--distill_on=all", "--eval_problems=4", "--eval_final=4",
@@ -127,12 +136,20 @@ def largest_tensor(run):
 # learning
 
 def learner(net, initial=None, **changes):
-    """What train.update needs: settings, objective, optimizer. initial: the model that DPO starts
+    """What `learn` needs: settings, objective, optimizer. initial: the model that DPO starts
     from."""
     c = train.settings([f"--{key}={value}" for key, value in changes.items()])
     objective = train.OBJECTIVES[c.objective](net, c, lambda: initial)
-    made = train.LoRA if c.lora_rank else train.Masters
+    made = LoRA if c.lora_rank else Masters
     return c, objective, made(net, c, objective.value)
+
+
+def learn(net, opt, objective, rollout, rewards, c, lr, teacher=None):
+    """What main does with a rollout and its rewards. -> numbers for the log"""
+    scores = partial(score, net, objective, c)
+    chosen, batch, log = objective.prepare(replace(rollout, rewards=rewards), rewards, scores)
+    return dict(log, **train.update(net, opt, objective, chosen, batch=batch, config=c, lr=lr,
+                                    teacher=teacher))
 
 
 def some_rewards(*shape):
@@ -190,6 +207,31 @@ def separate(model, r, bg, policy):
 
 
 # runs of train.py
+
+def in_all_rooms(name, function, set=setattr):
+    """Put a function in place of generate or replay wherever a run calls it; monkeypatch.setattr
+    puts it back. -> what was there"""
+    was = getattr(train, name)
+    for room in (train, run.evaluate, run.learn, run.dry_run):
+        if hasattr(room, name):
+            set(room, name, function)
+    return was
+
+
+def at_call(number, act, set=setattr):
+    """In the call of generate of this number (None: in each), of evaluations too, act() comes
+    first. -> list that grows by each call"""
+    calls = []
+
+    def acting(*args, **kwargs):
+        calls.append(1)
+        if number in (None, len(calls)):
+            act()
+        return generate(*args, **kwargs)
+
+    generate = in_all_rooms("generate", acting, set)
+    return calls
+
 
 def train_here(*args):
     """train.main in this process, which then answers signals as before and lets go of out_dir."""
@@ -289,6 +331,46 @@ def read_log(out_dir):
 
 def read_checkpoint(out_dir):
     return read_whole(os.path.join(out_dir, "ckpt.pt"))
+
+
+def same_weights(a, b):
+    """Of the checkpoints of two runs, bit by bit."""
+    ours, theirs = (read_checkpoint(x)["learner"]["masters"] for x in (a, b))
+    return all(map(torch.equal, ours, theirs))
+
+
+def copy_of(out_dir, folder):
+    """-> folder/out, a copy of a run"""
+    shutil.copytree(out_dir, folder / "out")
+    return folder / "out"
+
+
+def write_problems(path, numbers):
+    """A task file of one short problem for each number. -> path"""
+    with open(path, "w") as f:
+        for i in numbers:
+            row = dict(prompt=f"The code is {i}. What is it?", answer=str(i))
+            f.write(json.dumps(row) + "\n")
+    return path
+
+
+@pytest.fixture
+def mine(tmp_path, monkeypatch):
+    """-> write(source), which makes mine.py in a current folder of its own and forgets what was
+    imported of it before; its `score` is what --reward=mine:score asks. -> its path"""
+    folder = tmp_path / "here"
+    folder.mkdir()
+    monkeypatch.chdir(folder)
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    monkeypatch.setattr(sys, "dont_write_bytecode", True)
+
+    def write(source):
+        sys.modules.pop("mine", None)
+        (folder / "mine.py").write_text(source)
+        return str(folder / "mine.py")
+
+    yield write
+    sys.modules.pop("mine", None)
 
 
 @pytest.fixture

@@ -40,7 +40,9 @@ from data.tasks import Problems, reward  # noqa: E402
 from data.tokenizer import Tokenizer  # noqa: E402
 from experiments import ablate, logs  # noqa: E402
 from model import Config, Transformer  # noqa: E402
+from run.settings import MAY_CHANGE  # noqa: E402
 from support.checkpoint import write_checkpoint  # noqa: E402
+from support.optimizer import Masters  # noqa: E402
 from support.run import HELD, Run  # noqa: E402
 
 SECONDS, MEMORY, LENGTH = 10, 2**30, 1000  # most that a case may take, and characters it may say
@@ -362,8 +364,8 @@ def use_arms(case):
 def use_checkpoint(case):
     """Resume."""
     c = train.settings([*case.valid.run, f"--out_dir={case.path('shadow', '0')}", "--resume=True"])
-    run, net = Run(c, train.MAY_CHANGE), Transformer.from_pretrained(case.valid.path("model"))
-    train.Masters(net, c).load(run.learner)
+    run, net = Run(c, MAY_CHANGE), Transformer.from_pretrained(case.valid.path("model"))
+    Masters(net, c).load(run.learner)
     same = all(map(torch.equal, net.parameters(), case.valid.weights))
     assert same or not case.spoiled, "other weights than were saved"
 

@@ -20,6 +20,7 @@ import pytest
 import train
 from conftest import ROOT
 from experiments import ablate, curves, logs
+from run.settings import identity_of
 from support.checkpoint import read_checkpoint, write_checkpoint
 
 
@@ -1164,7 +1165,7 @@ def test_contents_of_finished_runs_are_compared(tmp_path):
         return type(configs["naive"])(**vars(configs["naive"]) | changes)
 
     was = vars(asked())
-    put(run, made(4), **was, identity=train.identity_of(asked(), str(M)))
+    put(run, made(4), **was, identity=identity_of(asked(), str(M)))
     moved.write_text("a")
     for c in (asked(), asked(task=str(moved))):
         assert ablate.decide(run, c) is None

@@ -179,7 +179,7 @@ def two_ranks(out):
     update, seen = bench.train.update, []
 
     def watched(model, opt, objective, r, **kwargs):
-        seen.append([r, kwargs["rewards"]])
+        seen.append([r, r.rewards])
         return update(model, opt, objective, r, **kwargs)
 
     generate, parts = bench.sampler.generate, []

@@ -8,8 +8,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-import train
-from conftest import HELD, ROOT, read_checkpoint, read_log, train_here
+from conftest import HELD, ROOT, at_call, read_checkpoint, read_log, train_here
 from support.checkpoint import (
     UNFINISHED,
     open_to_append,
@@ -102,19 +101,15 @@ def test_a_second_name_of_a_file(finished, tmp_path):
 def test_links_that_come_later(name, tmp_path, monkeypatch):
     """Planted while the run samples: what it leads to stays, and the run says which name it is
     where it would write through it; a temporary name is taken over."""
-    out, victim, calls = tmp_path / "out", tmp_path / "victim", []
-    generate = train.generate
+    out, victim = tmp_path / "out", tmp_path / "victim"
 
-    def plant(*args, **kwargs):
-        calls.append(1)
-        if len(calls) == 4:  # in the second step
-            shutil.rmtree(out / name, ignore_errors=True)
-            if os.path.lexists(out / name):
-                os.remove(out / name)
-            os.symlink(victim, out / name)
-        return generate(*args, **kwargs)
+    def plant():
+        shutil.rmtree(out / name, ignore_errors=True)
+        if os.path.lexists(out / name):
+            os.remove(out / name)
+        os.symlink(victim, out / name)
 
-    monkeypatch.setattr(train, "generate", plant)
+    at_call(4, plant, monkeypatch.setattr)  # in the second step
     if "." in name:
         victim.write_text("theirs\n")
     else:

@@ -5,11 +5,11 @@ from dataclasses import replace
 import pytest
 import torch
 
-import train
-from conftest import SMALL, learner, logged, prompts, ragged, rel, toy
+from conftest import SMALL, learn, learner, logged, prompts, ragged, rel, toy
 from grpo import replay, token_scale
 from objectives.dpo import best_and_worst, dpo_loss
 from rollout import generate
+from run.report import show
 
 NAN = math.nan
 
@@ -68,13 +68,13 @@ def test_without_a_pair():
     r = generate(net, prompts(61, 40), 4, 12, seed=1, **SMALL)
     c, objective, opt = learner(net, initial=toy(seed=5), objective="dpo")
     before, rewards = [p.detach().clone() for p in net.parameters()], torch.ones(2, 4)
-    log = train.update(net, opt, objective, r, rewards=rewards, c=c, lr=1e-3)
+    log = learn(net, opt, objective, r, rewards=rewards, c=c, lr=1e-3)
     assert log["pairs"] == 0
     assert all(torch.equal(a, b) for a, b in zip(before, net.parameters()))
     line = dict(log, step=0, reward=1.0, truncated=0.0, equal=1.0, rollout_s=0.0, learn_s=0.0)
-    assert "nothing replayed" in train.show(line)
+    assert "nothing replayed" in show(line)
     rewards[1, 2] = 0.0
-    log = train.update(net, opt, objective, r, rewards=rewards, c=c, lr=1e-3)
+    log = learn(net, opt, objective, r, rewards=rewards, c=c, lr=1e-3)
     assert log["pairs"] == 1
     assert not all(torch.equal(a, b) for a, b in zip(before, net.parameters()))
 
@@ -85,7 +85,7 @@ def test_the_kl_is_weighted_by_the_rewards_of_the_pair():
     r = generate(net, prompts(61, 40), 4, 12, seed=1, **SMALL)
     rewards = torch.tensor([[0.25, 0.5, 1, 0.75], [0.5, 0.5, 0.5, 0.5]])
     c, objective, opt = learner(net, initial=toy(seed=5), objective="dpo", distill_on="reward")
-    log = train.update(net, opt, objective, r, rewards=rewards, c=c, lr=0.0)
+    log = learn(net, opt, objective, r, rewards=rewards, c=c, lr=0.0)
     pair = r.select([0], torch.tensor([[2, 0]]))
     with torch.no_grad():
         kl = replay(net, pair, distill_to="dense")["kl"] * token_scale(pair.mask)
@@ -110,7 +110,7 @@ def test_weights_that_are_not_finite_end_the_run():
     rewards = torch.ones(2, 4)
     rewards[1, 2] = 0.0
     with pytest.raises(FloatingPointError, match="norm is nan"):
-        train.update(net, opt, objective, r, rewards=rewards, c=c, lr=1e-3)
+        learn(net, opt, objective, r, rewards=rewards, c=c, lr=1e-3)
 
 
 def test_refusals():

@@ -17,6 +17,7 @@ from conftest import (
     SMALL,
     STOP,
     gap,
+    learn,
     logged,
     prompts,
     read_checkpoint,
@@ -43,7 +44,7 @@ LORA = ["--lora_rank=4", "--lr=1e-2", "--warmup=0"]
 
 
 def with_lora(net, base=None, **changes):
-    """What train.update needs, as train.setup makes it: settings, objective, LoRA."""
+    """What `learn` needs, as a run makes it: settings, objective, LoRA."""
     c = train.settings([f"--{key}={value}" for key, value in dict(lora_rank=4, **changes).items()])
     base = base or frozen_base(net, c)
     objective = train.OBJECTIVES[c.objective](net, c, lambda: base)
@@ -64,7 +65,7 @@ def steps(net, parts, n=3):
     done = []
     for i in range(n):
         r = generate(net, prompts(61, 40), 4, 8, stop_ids=STOP, seed=i, **SMALL)
-        log = train.update(net, opt, objective, r, rewards=some_rewards(2, 4), c=c, lr=1e-2)
+        log = learn(net, opt, objective, r, rewards=some_rewards(2, 4), c=c, lr=1e-2)
         done.append((r, log))
     return done
 

@@ -1,16 +1,21 @@
-"""support/memory.py and support/dry_run.py: peaks, the dry run, and runs whose memory ends."""
+"""support/memory.py and run/dry_run.py: peaks, the dry run, and runs whose memory ends."""
 import os
 import re
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 import rollout
 import train
-from conftest import prompts, read_checkpoint, read_log, toy, train_here
+from conftest import in_all_rooms, prompts, read_checkpoint, read_log, toy, train_here
 from experiments import ablate
-from support.dry_run import changed, disk, dry_run_of, savings, tell_whole_run
+from model import Transformer
+from run.dry_run import changed, disk, dry_run, savings, tell_whole_run
+from run.learn import micro_batches
+from run.settings import eviction_of, policies_of
 from support.memory import Cost, compare, highest, measure, ran_out
+from support.run import Run
 
 MB = 10**6
 GONE = "[enforce fail at alloc_cpu.cpp:117] . DefaultCPUAllocator: can't allocate memory: you"
@@ -91,21 +96,20 @@ def rows(printed):
 def test_dry_run_prints_peaks_and_writes_nothing(tmp_path, capsys, monkeypatch):
     """Each prompt is as long as may be, each response too; weights stay, bit by bit. The control
     learns at another rate."""
-    lengths, weights = [], []
-    generate, update = train.generate, train.update
+    lengths, weights, update = [], [], train.update
 
     def watched(model, ids, *args, **kwargs):
         r = generate(model, ids, *args, **kwargs)
         lengths.append({(len(p), n) for p, ns in zip(ids, r.lengths.tolist()) for n in ns})
         return r
 
-    def around(module, c, net, *args, **kwargs):
-        weights[:] = [[p.clone() for p in net.parameters()]]
-        dry_run_of(module, c, net, *args, **kwargs)
-        weights.append(list(net.parameters()))
+    def around(job, *args):
+        weights[:] = [[p.clone() for p in job.net.parameters()]]
+        dry_run(job, *args)
+        weights.append(list(job.net.parameters()))
 
-    monkeypatch.setattr(train, "generate", watched)
-    monkeypatch.setattr(train, "dry_run_of", around)
+    generate = in_all_rooms("generate", watched, monkeypatch.setattr)
+    monkeypatch.setattr(train, "measure", around)
     train_here("--dry_run=True", f"--out_dir={tmp_path / 'out'}")
     printed = capsys.readouterr().out
     assert os.listdir(tmp_path) == []
@@ -129,7 +133,7 @@ def test_dry_run_prints_peaks_and_writes_nothing(tmp_path, capsys, monkeypatch):
     def learns(*args, **kwargs):
         return update(*args, **{**kwargs, "lr": 1e-2})
     monkeypatch.setattr(train, "update", learns)
-    monkeypatch.setattr("support.dry_run.savings", lambda *args: {})
+    monkeypatch.setattr("run.dry_run.savings", lambda *args: {})
     train_here("--dry_run=True", f"--out_dir={tmp_path / 'out'}")
     assert not all(map(torch.equal, *weights))
 
@@ -138,20 +142,18 @@ def test_dry_run_tells_of_the_whole_run(finished, capsys, monkeypatch):
     """Steps and evaluations, the precise ones of more problems, at the seconds of one of them; the
     files, as a run has left them."""
     sizes = []
-    monkeypatch.setattr(train, "dry_run_of", lambda module, c, net, problems, learner: sizes.append(
-        disk(net, learner[1])))
+    monkeypatch.setattr(train, "measure", lambda job, *_: sizes.append(disk(job.net, job.opt)))
     train_here("--dry_run=True", "--out_dir=nowhere")
     ckpt, model = (os.path.getsize(os.path.join(finished[0], name))
                    for name in ("ckpt.pt", "model/model.safetensors"))
     assert sizes[0] == pytest.approx(3 * ckpt + 2 * model, rel=0.02)
-    monkeypatch.setattr("support.dry_run.disk", lambda net, opt: 12.3e9)
+    monkeypatch.setattr("run.dry_run.disk", lambda net, opt: 12.3e9)
     c = train.settings(["--steps=40", "--eval_batch=16", "--eval_problems=32", "--eval_final=128"])
-    ask = dict(net=None, opt=None, n_eval=100,
-               seconds=dict(sampling=30.0, learning=60.0, evaluation=6.0))
+    job = SimpleNamespace(config=c, net=None, opt=None, problems=SimpleNamespace(n_eval=100))
     capsys.readouterr()
     for steps in (40, 400, 401):
         c.steps = steps
-        tell_whole_run(train, c, **ask)
+        tell_whole_run(job, dict(sampling=30.0, learning=60.0, evaluation=6.0))
     few, many, one_more = capsys.readouterr().out.splitlines()
     # 7 batches of the precise evaluations, 2 of the others
     assert few == ("at this size 40 steps take 60.0 min, 3 evaluations 2.1 min; checkpoints "
@@ -162,7 +164,7 @@ def test_dry_run_tells_of_the_whole_run(finished, capsys, monkeypatch):
 
 def test_dry_run_leaves_a_run_alone(finished, monkeypatch):
     """Whatever else is asked of its out_dir."""
-    monkeypatch.setattr("support.dry_run.savings", lambda *args: {})
+    monkeypatch.setattr("run.dry_run.savings", lambda *args: {})
     def times():
         return {name: os.stat(os.path.join(finished[0], name)).st_mtime_ns
                 for name in os.listdir(finished[0])}
@@ -176,7 +178,7 @@ def test_dry_run_leaves_a_run_alone(finished, monkeypatch):
 
 @pytest.mark.parametrize("objective", ["ppo", "dpo"])
 def test_dry_run_of_other_objectives(objective, capsys, monkeypatch):
-    monkeypatch.setattr("support.dry_run.savings", lambda *args: {})
+    monkeypatch.setattr("run.dry_run.savings", lambda *args: {})
     train_here("--dry_run=True", f"--objective={objective}", "--out_dir=nowhere")
     assert list(rows(capsys.readouterr().out))[:3] == ["sampling", "learning", "evaluation"]
     assert not os.path.exists("nowhere")
@@ -187,10 +189,10 @@ def test_a_trial_that_does_not_fit(capsys, monkeypatch):
     its peak."""
     update = train.update
 
-    def hungry(net, opt, *args, c, **kwargs):
-        if c.prompts > 1 and c.checkpointing == bad:
+    def hungry(net, opt, *args, config, **kwargs):
+        if config.prompts > 1 and config.checkpointing == bad:
             torch.empty(2**50)
-        return update(net, opt, *args, c=c, **kwargs)
+        return update(net, opt, *args, config=config, **kwargs)
 
     monkeypatch.setattr(train, "update", hungry)
     monkeypatch.setattr("support.memory.highest", lambda costs: max(
@@ -215,16 +217,16 @@ def test_the_micro_rows_that_are_offered_make_more_micro_batches(ask):
     """Or none are offered, where each holds one prompt already."""
     c = train.settings(["--micro_rows=2048", *ask])
     r = rollout.generate(toy(), prompts(*[c.prompt_tokens] * c.prompts), c.group, c.max_new_tokens,
-                         eviction=train.eviction_of(c))
+                         eviction=eviction_of(c))
     if c.objective == "dpo":
         r = r.select(range(c.prompts), torch.tensor([[0, 1]] * c.prompts))
-    copies = len(train.policies_of(c))
-    now = train.micro_batches(r, copies, c.micro_rows)
-    offered = savings(train, c, "learning").get("micro_rows")
+    copies = len(policies_of(c))
+    now = micro_batches(r, copies, c.micro_rows)
+    offered = savings(train.settings, c, "learning").get("micro_rows")
     if len(now[0]) == 1:
         assert offered is None
     else:
-        assert len(train.micro_batches(r, copies, offered)[0]) < len(now[0])
+        assert len(micro_batches(r, copies, offered)[0]) < len(now[0])
 
 
 def test_what_is_offered_is_allowed_and_other():
@@ -235,12 +237,13 @@ def test_what_is_offered_is_allowed_and_other():
             ask = (*least, "--checkpointing=True")
         c = train.settings([*ask])
         for phase in ("sampling", "learning", "evaluation"):
-            for key, value in savings(train, c, phase).items():
-                other = changed(train, c, key, value)
+            for key, value in savings(train.settings, c, phase).items():
+                other = changed(train.settings, c, key, value)
                 assert getattr(other, key) == value != getattr(c, key)
                 assert {**vars(other), key: getattr(c, key)} == vars(c)
-    assert savings(train, c, "learning") == savings(train, c, "sampling") == {}
-    assert savings(train, train.settings(["--evict=none"]), "sampling")["evict"] == "snapkv"
+    assert savings(train.settings, c, "learning") == savings(train.settings, c, "sampling") == {}
+    dense = train.settings(["--evict=none"])
+    assert savings(train.settings, dense, "sampling")["evict"] == "snapkv"
 
 
 def test_no_arm_is_a_dry_run():
@@ -279,14 +282,19 @@ def test_on_a_card(tmp_path, capsys):
 
 def fail_at(monkeypatch, owner, name, call):
     """Asks for a petabyte at that call."""
-    real, calls = getattr(owner, name), []
+    calls = []
 
     def fails(*args, **kwargs):
         calls.append(name)
         if len(calls) == call:
             torch.empty(2**50)
         return real(*args, **kwargs)
-    monkeypatch.setattr(owner, name, fails)
+
+    if owner is train:
+        real = in_all_rooms(name, fails, monkeypatch.setattr)
+    else:
+        real = getattr(owner, name)
+        monkeypatch.setattr(owner, name, fails)
 
 
 @pytest.mark.parametrize("owner, name, call, more, step, phase, offers", [
@@ -335,13 +343,13 @@ def test_weights_that_an_update_has_begun_to_change_are_not_saved(
 def test_a_disk_that_is_full_too(tmp_path, monkeypatch):
     """The line tells both."""
     fail_at(monkeypatch, train, "replay", 3)
-    save = train.Run.save
+    save = Run.save
 
     def full(run, state):
         if run.step:
             raise OSError("could not write ckpt.pt: no space left")
         save(run, state)
-    monkeypatch.setattr(train.Run, "save", full)
+    monkeypatch.setattr(Run, "save", full)
     with pytest.raises(SystemExit, match="learning; .* could not be saved: .*no space.*holds "
                        "step 0"):
         train_here(f"--out_dir={tmp_path / 'out'}")
@@ -350,7 +358,7 @@ def test_a_disk_that_is_full_too(tmp_path, monkeypatch):
 def test_other_errors_stay_what_they_are(tmp_path, monkeypatch):
     def broken(*args, **kwargs):
         raise RuntimeError("shapes differ")
-    monkeypatch.setattr(train, "replay", broken)
+    in_all_rooms("replay", broken, monkeypatch.setattr)
     with pytest.raises(RuntimeError, match="shapes differ"):
         train_here(f"--out_dir={tmp_path / 'out'}")
 
@@ -362,7 +370,7 @@ def test_a_step_that_never_fits(monkeypatch):
 
 
 def test_a_model_that_cannot_be_loaded(tmp_path, monkeypatch):
-    fail_at(monkeypatch, train.Transformer, "from_pretrained", 1)
+    fail_at(monkeypatch, Transformer, "from_pretrained", 1)
     with pytest.raises(SystemExit, match="error: .*while the model was loaded"):
         train_here(f"--out_dir={tmp_path / 'out'}")
     assert not os.listdir(tmp_path)

@@ -10,11 +10,22 @@ from dataclasses import replace
 import pytest
 import torch
 
-from conftest import SMALL, STOP, gap, learner, logged, prompts, rel, separate, some_rewards, toy
+from conftest import (
+    SMALL,
+    STOP,
+    gap,
+    learn,
+    learner,
+    logged,
+    prompts,
+    rel,
+    separate,
+    some_rewards,
+    toy,
+)
 from grpo import pack, pack_by_hand, replay
 from kvcache import SPREAD, Eviction
 from rollout import generate
-from train import update
 
 # only keys of the prompt die, or from step 15 on keys of the response too
 EVICTED = {"prompt": {}, "response": dict(response_budget=10, period=5)}
@@ -110,7 +121,7 @@ def test_sampler_and_learner_agree_again_after_an_update():
     c, objective, opt = learner(net)
     ask = dict(prompts=prompts(61, 40), group=4, max_new_tokens=8, **SMALL)
     before = generate(net, **ask)
-    log = update(net, opt, objective, before, rewards=some_rewards(2, 4), c=c, lr=1e-3)
+    log = learn(net, opt, objective, before, rewards=some_rewards(2, 4), c=c, lr=1e-3)
     assert log["gap_max"] <= 1e-4
     assert gap(net, before) > 1e-2  # it was sampled by another policy now
     assert gap(net, generate(net, **ask)) <= 1e-4

@@ -11,12 +11,14 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+import conftest
 import train
 from conftest import (
     FAST,
     ROOT,
     STOP,
     Ranks,
+    at_call,
     learner,
     prompts,
     read_checkpoint,
@@ -28,8 +30,11 @@ from conftest import (
 from data.rewards import RewardError
 from kvcache import Eviction
 from rollout import generate, join
+from run.evaluate import join_parts, rewarded
+from run.learn import Metrics
+from run.settings import eviction_of
+from run.start import check_ranks
 from support import parallel
-from support.metrics import Metrics
 from support.run import choose_device
 
 SIZES = (40, 61, 33, 40, 52)  # tokens of the prompts, no number of ranks divides how many
@@ -140,13 +145,13 @@ def learn(name, dtype, steps=1, alone=False):
     for step in range(steps):
         mine = parallel.share(5)
         rollout = generate(
-            net, ids[mine.start:mine.stop], 3, 12, eviction=train.eviction_of(c), seed=step,
+            net, ids[mine.start:mine.stop], 3, 12, eviction=eviction_of(c), seed=step,
             stop_ids=ENDS, part=(mine.start, 5))
         if alone:
             parallel.gather, parallel.share = lambda x: [x], range
-        rollout, rewards, parts = train.rewarded(
-            tok, rollout, problems[mine.start:mine.stop], first=mine.start)
-        log = train.update(net, opt, objective, rollout, rewards=rewards.to(dtype), c=c, lr=1e-3)
+        rollout, parts = rewarded(tok, rollout, problems[mine.start:mine.stop], first=mine.start)
+        rewards = rollout.rewards
+        log = conftest.learn(net, opt, objective, rollout, rewards=rewards.to(dtype), c=c, lr=1e-3)
         vars(parallel).update(as_it_is)
     torch.nn.utils.clip_grad_norm_ = clip
     parallel.check_equal(opt.masters, "the weights")
@@ -229,10 +234,10 @@ def test_weights_in_fp32(learned):
 def check_names(r):
     """Of the numbers that a reward returns, on each rank."""
     with pytest.raises(ValueError, match="names right on one rank and wrong on another"):
-        train.join_parts(parallel.gather({"wrong right".split()[r]: [1]}))
+        join_parts(parallel.gather({"wrong right".split()[r]: [1]}))
     with pytest.raises(ValueError, match="names .* on one rank and .*: must be the same"):
-        train.join_parts(parallel.gather({"right": [1]} if r else {}))  # of one rank alone
-    assert train.join_parts(parallel.gather({"right": [1]} if r else None)) == {"right": [1]}
+        join_parts(parallel.gather({"right": [1]} if r else {}))  # of one rank alone
+    assert join_parts(parallel.gather({"right": [1]} if r else None)) == {"right": [1]}
 
 
 def talk():
@@ -324,15 +329,15 @@ def test_the_end_waits_for_the_watch(monkeypatch):
 
 def test_what_several_ranks_cannot_do(monkeypatch):
     c = train.settings([*FAST, "--prompts=3"])
-    train.check_ranks(c)
+    check_ranks(c)
     monkeypatch.setattr(parallel, "size", lambda: 2)
-    train.check_ranks(c)
+    check_ranks(c)
     c.dry_run = True
     with pytest.raises(ValueError, match="dry_run=True measures one process: .* --prompts=2, the"):
-        train.check_ranks(c)
+        check_ranks(c)
     monkeypatch.setattr(parallel, "size", lambda: 4)
     with pytest.raises(ValueError, match="prompts=3 leave some of 4 ranks without one: raise"):
-        train.check_ranks(c)
+        check_ranks(c)
 
 
 def test_cards_of_ranks(monkeypatch):
@@ -377,17 +382,13 @@ def test_cards_of_ranks(monkeypatch):
 def disturbed(what, rank, number, *args):
     """train.main, in which something happens to one rank in its call of generate of this number:
     two are an evaluation, before step 0 and step 2, others are steps."""
-    calls, generate = [], train.generate
-
-    def at_that_moment(*args, **kwargs):
-        calls.append(1)
-        if len(calls) == number and rank == parallel.rank():
+    def act():
+        if rank == parallel.rank():
             what()
-        elif len(calls) == number and what is fail:
+        elif what is fail:
             time.sleep(300)  # where no collective could end it
-        return generate(*args, **kwargs)
 
-    train.generate = at_that_moment  # of a process of its own
+    at_call(number, act)
     train.main([*FAST, *args])
 
 

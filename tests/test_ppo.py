@@ -1,14 +1,15 @@
 """objectives/ppo.py: GAE, whitening and the value's loss by hand; what the loop gives the head."""
 import math
+from dataclasses import replace
 
 import pytest
 import torch
 
-from conftest import STOP, gap, learner, logged, prompts, ragged, rel, some_rewards, toy
+from conftest import STOP, gap, learn, learner, logged, prompts, ragged, rel, some_rewards, toy
 from grpo import replay
 from objectives.ppo import gae, value_loss, whiten
 from rollout import generate
-from train import facts, update
+from run.report import facts
 
 NAN = math.nan
 
@@ -132,7 +133,7 @@ def test_returns_and_values_of_the_loop():
     def error(values):
         return ((values - batch["returns"]) ** 2 * batch["scale"] / 2).sum().item()
 
-    log = update(net, opt, objective, r, rewards=rewards, c=c, lr=0.0)
+    log = learn(net, opt, objective, r, rewards=rewards, c=c, lr=0.0)
     assert log["value_loss"] == pytest.approx(error(score(r)["value"]), rel=1e-4)
     assert log["value_loss"] != pytest.approx(error(score(r, policy="dense")["value"]), rel=1e-2)
     policy = -(batch["adv"] * batch["scale"]).sum().item()  # the ratio is 1
@@ -147,9 +148,9 @@ def test_a_group_of_one():
     r = generate(net, prompts(61, 40), 1, 12, budget=24, window=8, seed=1)
     c, objective, opt = learner(net, objective="ppo", group=1)
     rewards = some_rewards(2, 1)
-    log = update(net, opt, objective, r, rewards=rewards, c=c, lr=1e-3)
+    log = learn(net, opt, objective, r, rewards=rewards, c=c, lr=1e-3)
     assert log["grad_norm"] > 0 and log["gap_max"] <= 1e-4
-    assert facts(r, rewards, {})["equal"] == 1
+    assert facts(replace(r, rewards=rewards), {})["equal"] == 1
     assert gap(net, r) > 1e-4  # the weights moved
     with pytest.raises(ValueError, match="group must be between 1 and 1000000, got 0"):
         learner(net, objective="ppo", group=0)

@@ -23,6 +23,7 @@ from experiments.logs import load, results
 from experiments.ttest import interval
 from model import Transformer
 from rollout import Rollout, generate
+from run.report import show
 
 ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 PAGES = ["README.md", "docs/results.md", "docs/speed.md", "docs/reproduce.md",
@@ -283,7 +284,7 @@ def test_the_output_one_should_see_is_the_logs():
     said = " ".join(read("README.md").split())
     assert (f"takes {kept['kv_kept'] / 1e6:.1f} MB where full caches would take "
             f"{kept['kv_dense'] / 1e6:.1f} MB, or {kept['kv_dense_shared'] / 1e6:.1f} MB") in said
-    assert step == train.show(next(r for r in run if "grad_norm" in r)) + "\n"
+    assert step == show(next(r for r in run if "grad_norm" in r)) + "\n"
 
 
 def test_ten_lines_of_python(capsys):

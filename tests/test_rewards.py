@@ -24,25 +24,6 @@ from support.jsonfile import shown
 TINY = os.path.join(ROOT, "data", "tiny")
 
 
-@pytest.fixture
-def mine(tmp_path, monkeypatch):
-    """-> write(source), which makes mine.py in a current folder of its own and forgets what was
-    imported of it before."""
-    folder = tmp_path / "here"
-    folder.mkdir()
-    monkeypatch.chdir(folder)
-    monkeypatch.setattr(sys, "path", [*sys.path])
-    monkeypatch.setattr(sys, "dont_write_bytecode", True)
-
-    def write(source):
-        sys.modules.pop("mine", None)
-        (folder / "mine.py").write_text(source)
-        return str(folder / "mine.py")
-
-    yield write
-    sys.modules.pop("mine", None)
-
-
 # rules by name
 
 def test_rules_by_name():

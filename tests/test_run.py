@@ -18,32 +18,29 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import load_file
 
+import run.evaluate
+import run.start
 import support.checkpoint
 import support.run as run_file
 import train
 from conftest import (
     FAST,
     HELD,
-    ROOT,
+    TINY,
     Forked,
+    at_call,
+    copy_of,
     read_checkpoint,
     read_log,
+    same_weights,
     share_of_digits,
     train_here,
+    write_problems,
 )
 from objectives.dpo import DPO
 from support.checkpoint import UNFINISHED, write_checkpoint, write_whole
-from support.metrics import Metrics
-from support.run import choose_device, hold, settings_kept, tell
-
-
-def masters(out_dir):
-    return read_checkpoint(out_dir)["learner"]["masters"]
-
-
-def same_weights(a, b):
-    return all(torch.equal(x, y) for x, y in zip(masters(a), masters(b)))
-
+from support.run import choose_device, hold, settings_kept
+from support.screen import tell
 
 # resuming
 
@@ -58,8 +55,7 @@ def test_resume_is_bitwise(finished, tmp_path):
     whole, halves = read_checkpoint(finished[0]), read_checkpoint(out)
     assert whole["step"] == halves["step"] == 4 and same_weights(out, finished[0])
     states = [x["learner"]["optimizer"]["state"].values() for x in (whole, halves)]
-    for a, b in zip(*states):
-        assert torch.equal(a["exp_avg_sq"], b["exp_avg_sq"])
+    assert all(torch.equal(a["exp_avg_sq"], b["exp_avg_sq"]) for a, b in zip(*states))
     assert read_log(out)[1] == read_log(finished[0])[1]
 
 
@@ -68,8 +64,9 @@ def test_objectives_resume_bitwise(name, tmp_path, monkeypatch):
     """As above. The controls resume without PPO's value head, or with DPO's trained weights as the
     reference."""
     monkeypatch.setattr("data.tasks.reward", share_of_digits)
-    ask = [os.path.join(ROOT, "config", f"{name}.py"), "--eval_every=99", "--eval_final=1",
+    ask = [f"config/{name}.py", "--eval_every=99", "--eval_final=1",
            "--temperature=3"]  # so that dpo's pairs differ
+    monkeypatch.chdir(os.path.dirname(train.__file__))
     whole, halves, wrong = (str(tmp_path / x) for x in ("whole", "halves", "wrong"))
     train_here(*ask, f"--out_dir={whole}")
     train_here(*ask, "--steps=2", f"--out_dir={halves}")
@@ -86,9 +83,8 @@ def test_objectives_resume_bitwise(name, tmp_path, monkeypatch):
         with safe_open(os.path.join(whole, "model", "model.safetensors"), "pt") as f:
             assert all(f.get_tensor(k).shape != (1, 128) for k in f.keys())  # noqa: SIM118  it is no dict
     else:
-        def against_itself(net, c, initial):
-            return DPO(net, c, lambda: net)
-        monkeypatch.setitem(train.OBJECTIVES, "dpo", against_itself)
+        monkeypatch.setitem(train.OBJECTIVES, "dpo",
+                            lambda net, config, initial: DPO(net, config, lambda: net))
     train_here(*ask, "--resume=True", f"--out_dir={wrong}")
     assert not same_weights(whole, wrong)
 
@@ -110,6 +106,7 @@ def times(folder):
     ("where this run would save its own", ["--overwrite=True", "--model={out}/best"]),
     ("out is a run's folder: say --model=", ["--overwrite=True", "--model={out}"]),
     ("where this run would save its own", ["--overwrite=True", "--task={out}/log.jsonl"]),
+    ("error: .*log.jsonl/out", ["--out_dir={out}/log.jsonl/out"]),  # that cannot be made
 ])
 def test_out_dir_is_guarded(finished, say, args):
     """A folder that holds a run is not touched unless resume or overwrite is said, nor resumed as
@@ -117,35 +114,21 @@ def test_out_dir_is_guarded(finished, say, args):
     out = finished[0]
     before = times(out)
     with pytest.raises(SystemExit, match=say):
-        train_here(*(arg.format(out=out) for arg in args), f"--out_dir={out}")
+        train_here(f"--out_dir={out}", *(arg.format(out=out) for arg in args))
     assert times(out) == before
 
 
-def test_out_dir_that_cannot_be_made(tmp_path):
-    (tmp_path / "file").write_text("")
-    with pytest.raises(SystemExit, match="error: .*file"):
-        train_here(f"--out_dir={tmp_path / 'file' / 'out'}")
+def killed_in_an_evaluation(*args):
+    run.evaluate.evaluate = lambda *_, **__: os.kill(os.getpid(), signal.SIGKILL)
+    train.main([*FAST, *args])
 
 
-def test_overwrite_begins_again(finished, tmp_path):
-    """Nothing of the old run is left: log, samples, checkpoint, model."""
-    out = tmp_path / "out"
-    shutil.copytree(finished[0], out)
-    train_here("--overwrite=True", "--steps=1", "--eval_every=9", f"--out_dir={out}")
-    assert [r["step"] for r in read_log(out)[1]] == [0] and read_checkpoint(out)["step"] == 1
-    assert (out / "samples.txt").read_text().count("--- step 0") == 2
-    assert not same_weights(out, finished[0])
-
-
-def test_a_start_that_saved_nothing_counts_as_none(finished, tmp_path):
+def test_a_start_that_saved_nothing_counts_as_none(tmp_path):
     """As a kill in the first evaluation leaves it: the same command begins. Not so where a row was
     logged, a checkpoint or a model is there, or config.json is no run's."""
     out = tmp_path / "out"
-    out.mkdir()
-    for name in ("model", "best"):
-        (out / name).mkdir()
-    shutil.copy(os.path.join(finished[0], "config.json"), out)
     ask = ["--steps=1", f"--out_dir={out}"]
+    assert Forked(tmp_path / "said", killed_in_an_evaluation, *ask).wait() == -signal.SIGKILL
     for name in ("log.jsonl", "ckpt.pt", "ckpt-previous.pt", "best/model.safetensors"):
         (out / name).write_text("{}\n")
         with pytest.raises(SystemExit, match="holds"):
@@ -158,29 +141,12 @@ def test_a_start_that_saved_nothing_counts_as_none(finished, tmp_path):
     with pytest.raises(SystemExit, match="holds config.json, which no run"):
         train_here(*ask)
     (out / "config.json").write_text(settings)
-    for name in ("log.jsonl", "samples.txt"):
-        (out / name).write_text("")
+    (out / "log.jsonl").write_text("")
     (out / "samples.txt").write_text("old\n")
     with pytest.raises(SystemExit, match="nothing was saved, so start again without --resume"):
         train_here(*ask, "--resume=True")
     train_here(*ask)
     assert len(read_log(out)[1]) == 1 and "old" not in (out / "samples.txt").read_text()
-
-
-def killed_in_an_evaluation(*args):
-    def evaluate(*_, **__):
-        os.kill(os.getpid(), signal.SIGKILL)
-    train.evaluate = evaluate
-    train.main([*FAST, *args])
-
-
-def test_a_kill_in_the_first_evaluation(tmp_path):
-    out = tmp_path / "out"
-    ask = ["--steps=1", f"--out_dir={out}"]
-    assert Forked(tmp_path / "said", killed_in_an_evaluation, *ask).wait() == -signal.SIGKILL
-    assert (out / "config.json").exists()
-    train_here(*ask)
-    assert len(read_log(out)[1]) == 1
 
 
 def hold_for_long(out_dir):
@@ -192,11 +158,10 @@ def hold_for_long(out_dir):
 def test_one_process_a_folder(finished, tmp_path):
     """While another process works in out_dir, a run there is refused and leaves it alone;
     afterwards it may begin."""
-    out = tmp_path / "out"
+    out, said = tmp_path / "out", tmp_path / "said"
     out.mkdir()
     shutil.copy(os.path.join(finished[0], "config.json"), out)
     (out / "log.jsonl").write_text("theirs\n")
-    said = tmp_path / "said"
     holder = Forked(said, hold_for_long, str(out))
     while holder.poll() is None and not (said.exists() and said.read_text() == "held\n"):
         time.sleep(0.01)
@@ -210,30 +175,29 @@ def test_one_process_a_folder(finished, tmp_path):
     train_here(*ask)
 
 
-def test_foreign_files_stay(finished, tmp_path):
-    """What no run made is refused by name and left alone, whatever is said; the control is the
-    folder of a run."""
-    files = ["config.json", "log.jsonl", "samples.txt", "ckpt.pt", "model/model.safetensors",
-             "best/notes.txt"]
-    for i, name in enumerate(files):
-        out = tmp_path / str(i)
-        (out / name).parent.mkdir(parents=True)
-        (out / name).write_text('{"model_type": "qwen3"}')
-        for say in ("--overwrite=True", "--overwrite=False"):
-            with pytest.raises(SystemExit, match=f"holds {name}, which no run of this program"):
-                train_here("--steps=1", say, f"--out_dir={out}")
-        assert (out / name).read_text() == '{"model_type": "qwen3"}'
-        assert [n for _, _, names in os.walk(out) for n in names] == [(out / name).name]
+@pytest.mark.parametrize("name", ["config.json", "log.jsonl", "samples.txt", "ckpt.pt",
+                                  "model/model.safetensors", "best/notes.txt"])
+def test_foreign_files_stay(name, tmp_path):
+    """What no run made is refused by name and left alone, whatever is said."""
+    out = tmp_path / "out"
+    (out / name).parent.mkdir(parents=True)
+    (out / name).write_text('{"model_type": "qwen3"}')
+    for say in ("--overwrite=True", "--overwrite=False"):
+        with pytest.raises(SystemExit, match=f"holds {name}, which no run of this program"):
+            train_here("--steps=1", say, f"--out_dir={out}")
+    assert (out / name).read_text() == '{"model_type": "qwen3"}'
+    assert [n for _, _, names in os.walk(out) for n in names] == [(out / name).name]
 
-    # a model's folder, by itself, through a link, and as model/ of what else is a run
-    model, link, linked = tmp_path / "M", tmp_path / "link", tmp_path / "linked"
-    shutil.copytree(os.path.join(ROOT, "data", "tiny"), model)
+
+def test_a_models_folder_stays(finished, tmp_path):
+    """By itself, through a link, and as model/ of what else is a run; the control is that run."""
+    model, link, linked = tmp_path / "M", tmp_path / "link", copy_of(finished[0], tmp_path)
+    shutil.copytree(TINY, model)
     link.symlink_to(model)
     before = times(model)
     for out in (model, link):
         with pytest.raises(SystemExit, match="where this run would save its own"):
             train_here(f"--model={model}", f"--out_dir={out}", "--overwrite=True")
-    shutil.copytree(finished[0], linked)
     shutil.rmtree(linked / "model")
     (linked / "model").symlink_to(model)
     with pytest.raises(SystemExit, match="holds model, which no run"):
@@ -246,11 +210,10 @@ def test_foreign_files_stay(finished, tmp_path):
 
 
 @pytest.mark.parametrize("name", ["..", ".", "", "sub", "a/b", "nul\0", "\ud800", 5])
-def test_a_list_that_names_no_file(name, finished, tmp_path):
+def test_a_list_that_names_no_file(name, finished, tmp_path, monkeypatch):
     """It is not removed, and is no reason to stop half-way. A list of other things is none: the
     run whose files it names is refused, and whole."""
-    out = tmp_path / "out"
-    shutil.copytree(finished[0], out)
+    out = copy_of(finished[0], tmp_path)
     (out / "model" / "sub").mkdir()
     found = json.loads((out / "model" / "run.json").read_text())
     found["files"].insert(0, name)
@@ -261,22 +224,52 @@ def test_a_list_that_names_no_file(name, finished, tmp_path):
             train_here(*ask)
         assert times(out) == before
     else:
-        train_here(*ask)
-        assert times(out) != before and len(read_log(out)[1]) == 1
+        at_call(1, stop, monkeypatch.setattr)  # the old run is gone by then
+        with pytest.raises(SystemExit):
+            train_here(*ask)
+        assert not (out / "ckpt.pt").exists()
+        assert os.listdir(out / "model") == ["sub"]
     assert (out / "model" / "sub").is_dir()
 
 
-def test_files_that_look_unfinished_stay(finished, tmp_path):
-    """Somebody's own that end with .tmp; what a run that was killed left so is written over."""
-    out = tmp_path / "out"
-    shutil.copytree(finished[0], out)
+def contents(folder):
+    return {path.name: path.read_bytes() for path in sorted(folder.iterdir())}
+
+
+def test_overwrite_removes_what_a_run_lists(finished, tmp_path):
+    """Nothing of the old run is left. What somebody put beside it stays, also what looks
+    unfinished; what the old model had and the new one has not goes; a model that no list names is
+    refused."""
+    out, gone = copy_of(finished[0], tmp_path), "chat_template.jinja"
+    for name in ("model", "best"):
+        folder, path = out / name, out / name / "run.json"
+        found = json.loads(path.read_text())
+        found["files"].insert(0, gone)  # as of a model with a template
+        path.write_text(json.dumps(found))
+        for file in ("mine.json", "mine.safetensors", "mine.jinja", gone):
+            (folder / file).write_text("old")
+        (folder / "link.json").symlink_to(folder / "mine.json")
     mine = [out / f"{name}.tmp" for name in ("ckpt.pt", "ckpt-previous.pt", "config.json")]
     for path in mine:
         path.write_text("mine")
-    left = out / f"ckpt.pt{UNFINISHED}"
+    left = out / f"ckpt.pt{UNFINISHED}"  # by a run that was killed
     left.write_text("half")
-    train_here("--steps=1", "--overwrite=True", f"--out_dir={out}")
+    before = contents(out / "model")
+    train_here("--overwrite=True", "--steps=1", "--eval_every=9", "--seed=1", f"--out_dir={out}")
+    for name in ("model", "best"):
+        after = contents(out / name)
+        assert before.keys() - after.keys() == {gone}
+        assert all(after[x] == b"old" for x in after if x.startswith(("mine", "link")))
     assert all(path.read_text() == "mine" for path in mine) and not left.exists()
+    assert contents(out / "model")["model.safetensors"] != before["model.safetensors"]  # control
+    assert json.loads((out / "model" / "run.json").read_text())["step"] == 1
+    assert [r["step"] for r in read_log(out)[1]] == [0] and read_checkpoint(out)["step"] == 1
+    assert (out / "samples.txt").read_text().count("--- step 0") == 2
+    assert not same_weights(out, finished[0])
+    (out / "model" / "run.json").unlink()
+    with pytest.raises(SystemExit, match="holds model/config.json, which no run of this program"):
+        train_here("--overwrite=True", "--steps=1", f"--out_dir={out}")
+    assert read_checkpoint(out)["step"] == 1
 
 
 def test_modes_and_home(tmp_path, monkeypatch):
@@ -292,7 +285,6 @@ def test_modes_and_home(tmp_path, monkeypatch):
     modes = {name: stat.S_IMODE(os.stat(os.path.join(base, name)).st_mode)
              for base, _, names in os.walk(tmp_path) for name in names}
     assert len(modes) == 10 and set(modes.values()) == {0o640}
-    train_here("--model=~/x/model", "--steps=1", "--out_dir=~/y")
     with pytest.raises(SystemExit, match=f"{tmp_path}/x/model' is where this run"):
         train_here("--model=~/x/model", f"--out_dir={tmp_path}/x", "--overwrite=True")
 
@@ -300,22 +292,18 @@ def test_modes_and_home(tmp_path, monkeypatch):
 def test_a_folder_that_goes_away(tmp_path, monkeypatch):
     """A run whose folder is removed, or is another one now, stops at its next write."""
     out = tmp_path / "out"
-    calls, generate = [], train.generate
 
-    def remove(*args, **kwargs):
-        calls.append(1)
-        if len(calls) == 4:  # the first step: two batches of evaluation, a rollout, two more
-            shutil.rmtree(out)
-            if again:
-                out.mkdir()
-                (out / "log.jsonl").write_text("theirs")
-        return generate(*args, **kwargs)
+    def remove():
+        shutil.rmtree(out)
+        if again:
+            out.mkdir()
+            (out / "log.jsonl").write_text("theirs")
 
-    monkeypatch.setattr(train, "generate", remove)
     for again in (False, True):
-        calls.clear()
-        with pytest.raises(SystemExit) as e:
-            train_here(f"--out_dir={out}", "--eval_every=1")
+        with monkeypatch.context() as patched:  # in the first step, after two of evaluation
+            at_call(3, remove, patched.setattr)
+            with pytest.raises(SystemExit) as e:
+                train_here(f"--out_dir={out}")
         assert str(e.value) == (f"error: out_dir {str(out)!r} was removed or replaced while this "
                                 "run used it: nothing more is written")
         assert os.path.exists(out) == again
@@ -324,22 +312,6 @@ def test_a_folder_that_goes_away(tmp_path, monkeypatch):
 
 
 # ends that were not planned
-
-def cut(monkeypatch, call, number):
-    """A signal while `generate` runs for the call-th time."""
-    calls, generate = [], train.generate
-    if number == signal.SIGHUP:
-        signal.signal(number, signal.SIG_DFL)  # these tests may run under nohup
-
-    def interrupted(*args, **kwargs):
-        calls.append(1)
-        if len(calls) == call:
-            signal.raise_signal(number)
-        return generate(*args, **kwargs)
-
-    monkeypatch.setattr(train, "generate", interrupted)
-    return calls
-
 
 RARELY = ["--group=2", "--eval_problems=2", "--eval_final=2", "--eval_batch=1",
           "--save_every=100"]
@@ -360,8 +332,10 @@ def test_a_signal_saves_what_is_done(undisturbed, tmp_path, monkeypatch, capsys,
     """An evaluation is left between two batches, a step is finished, and only what was saved is
     said to be; resumed, the run ends as if nobody had cut it."""
     number, out = getattr(signal, name), str(tmp_path / "out")
+    if number == signal.SIGHUP:
+        signal.signal(number, signal.SIG_DFL)  # these tests may run under nohup
     with monkeypatch.context() as patched:
-        calls = cut(patched, call, number)
+        calls = at_call(call, lambda: signal.raise_signal(number), patched.setattr)
         with pytest.raises(SystemExit) as e:
             train_here(*RARELY, f"--out_dir={out}")
     assert e.value.code == 128 + number and len(calls) == call
@@ -372,19 +346,16 @@ def test_a_signal_saves_what_is_done(undisturbed, tmp_path, monkeypatch, capsys,
     assert kills.differences(undisturbed, out) == []
 
 
+def stop():
+    raise KeyboardInterrupt  # stands for a kill: nothing is saved
+
+
 @pytest.mark.parametrize("call", [6, 12, 14])
 def test_what_was_not_saved_is_done_again(undisturbed, tmp_path, monkeypatch, call):
     """Log and samples are cut back to the last checkpoint, whatever was written after it."""
-    out, calls, generate = tmp_path / "out", [], train.generate
-
-    def stopped(*args, **kwargs):
-        calls.append(1)
-        if len(calls) == call:
-            raise KeyboardInterrupt  # stands for a kill: nothing is saved
-        return generate(*args, **kwargs)
-
+    out = tmp_path / "out"
     with monkeypatch.context() as patched:
-        patched.setattr(train, "generate", stopped)
+        at_call(call, stop, patched.setattr)
         with pytest.raises(SystemExit):
             train_here(*RARELY, f"--out_dir={out}")
     for name in ("log.jsonl", "samples.txt"):
@@ -415,16 +386,13 @@ def test_real_signals(tmp_path):
         assert kills.differences(whole, out) == []
 
 
+def raising(*numbers):
+    return lambda: [signal.raise_signal(number) for number in numbers]
+
+
 def twice_in_a_rollout(*args):
     """train.main that gets two signals."""
-    generate = train.generate
-
-    def interrupted(*args, **kwargs):
-        for number in (signal.SIGTERM, signal.SIGINT):
-            signal.raise_signal(number)
-        return generate(*args, **kwargs)
-
-    train.generate = interrupted
+    at_call(None, raising(signal.SIGTERM, signal.SIGINT))
     train.main([*FAST, *args])
 
 
@@ -439,14 +407,8 @@ def test_a_second_signal_quits_at_once(tmp_path):
 
 def test_a_closed_terminal_hangs_up_twice(tmp_path, monkeypatch):
     """The kernel and the shell each send SIGHUP; what is ignored (nohup) stays so."""
-    out, generate = str(tmp_path / "out"), train.generate
-
-    def twice(*args, **kwargs):
-        signal.raise_signal(signal.SIGHUP)
-        signal.raise_signal(signal.SIGHUP)
-        return generate(*args, **kwargs)
-
-    monkeypatch.setattr(train, "generate", twice)
+    out = str(tmp_path / "out")
+    at_call(None, raising(signal.SIGHUP, signal.SIGHUP), monkeypatch.setattr)
     signal.signal(signal.SIGHUP, signal.SIG_DFL)
     with pytest.raises(SystemExit) as e:
         train_here(f"--out_dir={out}")
@@ -471,7 +433,7 @@ def test_what_cannot_be_printed(tmp_path):
     files are there. The control is a plain print."""
     ask = [*FAST, "--steps=1", "--eval_every=1", "--eval_final=1"]
     reader, closed, said = tmp_path / "\u00fc", tmp_path / "closed", tmp_path / "said"
-    command = [sys.executable, os.path.join(ROOT, "train.py"), *ask, f"--out_dir={reader}"]
+    command = [sys.executable, train.__file__, *ask, f"--out_dir={reader}"]
     way = 'PYTHONIOENCODING=ascii "$@" 2>&1 | head -1; exit ${PIPESTATUS[0]}'
     process = subprocess.Popen(["bash", "-c", way, "run", *command], text=True,
                                stdout=subprocess.PIPE, stderr=subprocess.PIPE)
@@ -525,8 +487,7 @@ def test_full_disk(tmp_path):
 @pytest.mark.parametrize("damage", ["half", "empty", "text", "start", "bit", "gone"])
 def test_damaged_checkpoint(finished, tmp_path, damage):
     """It is refused, the generation before it is named, and that one goes on."""
-    out = tmp_path / "out"
-    shutil.copytree(finished[0], out)
+    out = copy_of(finished[0], tmp_path)
     whole = (out / "ckpt.pt").read_bytes()
     bit = bytearray(whole)
     bit[len(whole) // 2] ^= 4
@@ -574,63 +535,38 @@ def first_master(state):
     return state["learner"]["optimizer"]["state"][0]
 
 
-@pytest.mark.parametrize("say, change", [
-    ("step -1 and sizes", lambda s: s.update(step=-1)),
-    ("step must be of type int, got bool", lambda s: s.update(step=True)),
-    ("memory must be of type dict, got list", lambda s: s.update(memory=[])),
-    ("memory.evals must be a list, got 5", lambda s: s["memory"].update(evals=5)),
-    ("memory.answers.1.dense is missing", lambda s: s["memory"]["answers"][1].pop("dense")),
-    ("period was tensor", lambda s: s["config"].update(period=torch.zeros(3))),
-    ("seed was false in", lambda s: s["config"].update(seed=False)),
-    ("learner must be of type dict, got NoneType", lambda s: s.pop("learner")),
-    ("sizes .None, ", lambda s: s["sizes"].pop("log.jsonl")),
-    ("no list of tensors named masters", lambda s: s["learner"].pop("masters")),
-    ("other shapes than the model", lambda s: s["learner"]["masters"].pop()),
-    ("not finite numbers", lambda s: s["learner"]["masters"][0].fill_(float("nan"))),
-    ("optimizer state does not fit", lambda s: s["learner"].pop("optimizer")),
-    ("optimizer state does not fit", lambda s: first_master(s).pop("exp_avg")),
-    ("optimizer state does not fit",
-     lambda s: s["learner"]["optimizer"].update(param_groups=torch.zeros(1, 1))),
-    ("optimizer state does not fit", lambda s: first_master(s).update(exp_avg=torch.zeros(3))),
-])
-def test_checkpoints_of_another_kind(finished, tmp_path, say, change):
+def test_checkpoints_of_another_kind(finished, tmp_path):
     """A file that is whole but does not hold what it should is refused in one line."""
-    out = tmp_path / "out"
-    shutil.copytree(finished[0], out)
-    state = read_checkpoint(out)
-    change(state)
-    write_checkpoint(str(out / "ckpt.pt"), state)
-    before = times(out)
-    with pytest.raises(SystemExit, match=say) as e:
-        train_here("--resume=True", f"--out_dir={out}")
-    assert "\n" not in str(e.value) and times(out) == before
-
-
-def test_contents_are_part_of_a_run(tmp_path):
-    """A task file or a model that changed since: refused; the same bytes again: not."""
-    task, model, out = tmp_path / "t.jsonl", tmp_path / "M", str(tmp_path / "out")
-    lines = [json.dumps(dict(prompt=f"The code is {i}. What is it?", answer=str(i)))
-             for i in range(1000, 1020)]
-    task.write_text("\n".join(lines))
-    shutil.copytree(os.path.join(ROOT, "data", "tiny"), model)
-    ask = [os.path.join(ROOT, "config", "dpo.py"), f"--task={task}", f"--model={model}",
-           "--eval_every=9", f"--out_dir={out}"]
-    train_here(*ask, "--steps=1")
-    for file, key in ((task, "task"), (model / "tokenizer.json", "model"),
-                      (model / "model.safetensors", "model")):
-        whole = file.read_bytes()
-        file.write_bytes(whole[:-3] + whole[-2:-1] + whole[-2:])
-        with pytest.raises(SystemExit, match=f"resume: {key} .* has other contents now"):
-            train_here(*ask, "--steps=2", "--resume=True")
-        file.write_bytes(whole)
-    train_here(*ask, "--steps=2", "--resume=True")
-    assert len(read_log(out)[1]) == 2
+    out = copy_of(finished[0], tmp_path)
+    for say, change in (
+            ("step -1 and sizes", lambda s: s.update(step=-1)),
+            ("step must be of type int, got bool", lambda s: s.update(step=True)),
+            ("memory must be of type dict, got list", lambda s: s.update(memory=[])),
+            ("period was tensor", lambda s: s["config"].update(period=torch.zeros(3))),
+            ("seed was false in", lambda s: s["config"].update(seed=False)),
+            ("learner must be of type dict, got NoneType", lambda s: s.pop("learner")),
+            ("sizes .None, ", lambda s: s["sizes"].pop("log.jsonl")),
+            ("no list of tensors named masters", lambda s: s["learner"].pop("masters")),
+            ("other shapes than the model", lambda s: s["learner"]["masters"].pop()),
+            ("not finite numbers", lambda s: s["learner"]["masters"][0].fill_(float("nan"))),
+            ("optimizer state does not fit", lambda s: s["learner"].pop("optimizer")),
+            ("optimizer state does not fit", lambda s: first_master(s).pop("exp_avg")),
+            ("optimizer state does not fit",
+             lambda s: s["learner"]["optimizer"].update(param_groups=torch.zeros(1, 1))),
+            ("optimizer state does not fit",
+             lambda s: first_master(s).update(exp_avg=torch.zeros(3)))):
+        state = read_checkpoint(finished[0])
+        change(state)
+        write_checkpoint(str(out / "ckpt.pt"), state)
+        before = times(out)
+        with pytest.raises(SystemExit, match=say) as e:
+            train_here("--resume=True", f"--out_dir={out}")
+        assert "\n" not in str(e.value) and times(out) == before
 
 
 def test_a_log_that_was_lost(finished, tmp_path, capsys):
     """Said, and no reason to lose the rest."""
-    out = tmp_path / "out"
-    shutil.copytree(finished[0], out)
+    out = copy_of(finished[0], tmp_path)
     whole = (out / "log.jsonl").read_text().splitlines(keepends=True)
     (out / "log.jsonl").write_text("".join(whole[:3]) + '{"half')
     (out / "samples.txt").unlink()
@@ -642,31 +578,13 @@ def test_a_log_that_was_lost(finished, tmp_path, capsys):
 
 # others' code in this process
 
-@pytest.fixture
-def mine(tmp_path, monkeypatch):
-    """-> write(source), which makes mine.py in a current folder of its own; its `score` is what
-    --reward=mine:score asks."""
-    folder = tmp_path / "here"
-    folder.mkdir()
-    monkeypatch.chdir(folder)
-    monkeypatch.setattr(sys, "path", [*sys.path])
-    monkeypatch.setattr(sys, "dont_write_bytecode", True)
-
-    def write(source):
-        sys.modules.pop("mine", None)
-        (folder / "mine.py").write_text(source + DIGITS)
-        return ["--reward=mine:score", "--steps=2", "--eval_every=9", "--save_every=9"]
-
-    yield write
-    sys.modules.pop("mine", None)
-
-
+ASK = ["--reward=mine:score", "--steps=2", "--eval_every=9", "--save_every=9", "--out_dir=out"]
 DIGITS = """
 def digits(text):
     return sum(map(str.isdigit, text)) / max(1, len(text))
 """
 # four responses of the evaluation, eight of each step: the second step has none of the first 12
-FAILS = """
+FAILS = DIGITS + """
 import asyncio
 calls = 0
 class Stop(BaseException): pass
@@ -681,45 +599,35 @@ def score(row, text, tokens):
 
 @pytest.mark.parametrize("what", ["asyncio.CancelledError()", "Stop('now')", "GeneratorExit",
                                   "SystemExit(0)", "KeyboardInterrupt", "MemoryError()"])
-def test_whatever_a_reward_raises_saves_first(what, mine, tmp_path):
+def test_whatever_a_reward_raises_saves_first(what, mine):
     """One line, and the step before it is not lost."""
-    ask, name = mine(FAILS.format(what)), what.split("(")[0].split(".")[-1]
+    mine(FAILS.format(what))
+    name = what.split("(")[0].split(".")[-1]
     with pytest.raises(SystemExit, match=r"^error: the reward of training problem 2 .* raised "
                        rf"{name}.* \(.*mine.py:.*ckpt.pt holds step 1$"):
-        train_here(*ask, "--out_dir=out")
+        train_here(*ASK)
     assert read_checkpoint("out")["step"] == 1
-    mine("def score(row, text, tokens): return digits(text)\n")
-    train_here(*ask, "--out_dir=out", "--resume=True")
-    assert len(read_log("out")[1]) == 2
+    if what == "GeneratorExit":  # all go on from the same files
+        mine(DIGITS + "def score(row, text, tokens): return digits(text)\n")
+        train_here(*ASK, "--resume=True")
+        assert len(read_log("out")[1]) == 2
 
 
-def test_a_failure_while_it_is_imported(mine, tmp_path, ctrl_c):
+def test_a_failure_while_it_is_imported(mine, ctrl_c):
     """So with a config file; a real Ctrl-C stays one."""
-    ask = mine("import asyncio\nraise asyncio.CancelledError\n")
+    mine("import asyncio\nraise asyncio.CancelledError\n")
     with pytest.raises(SystemExit, match="^error: reward: cannot import mine .*CancelledError"):
-        train_here(*ask, "--out_dir=out")
+        train_here(*ASK)
     with open("config.py", "w") as f:
         f.write("class Stop(BaseException): pass\nraise Stop('no')\n")
     with pytest.raises(SystemExit, match="^error: config.py: Stop no$"):
         train_here("config.py", "--out_dir=out")
     mine("raise KeyboardInterrupt\n")
     with pytest.raises(SystemExit) as e:
-        train_here(*ask, "--out_dir=out")
+        train_here(*ASK)
     assert e.value.code == 130
 
 
-CHILD = """
-import multiprocessing, os, time
-def score(row, text, tokens):
-    if not os.path.exists("code"):
-        child = multiprocessing.get_context("fork").Process(target=time.sleep, args=(100,))
-        child.start()
-        child.terminate()
-        child.join(20)
-        print(child.exitcode, file=open("code", "w"), flush=True)
-        child.kill()
-    return digits(text)
-"""
 WORKER = """
 import os, time
 def score(row, text, tokens):
@@ -730,12 +638,6 @@ def score(row, text, tokens):
 """
 
 
-def test_a_child_of_a_reward_can_be_ended(mine, tmp_path):
-    """By SIGTERM, which the run itself would answer only after its step."""
-    train_here(*mine(CHILD), "--out_dir=out")
-    assert int(open("code").read()) == -signal.SIGTERM
-
-
 def train_in(folder, *args):
     os.chdir(folder)
     train.main([*FAST, *args])
@@ -744,14 +646,15 @@ def train_in(folder, *args):
 def test_a_child_of_a_reward_holds_no_lock(mine, tmp_path):
     """After kill -9 of the run another one may begin, though the child still works; it answers
     SIGTERM. The control: the run's own process holds it."""
-    run = Forked(tmp_path / "said", train_in, os.getcwd(), *mine(WORKER), "--out_dir=out")
-    while run.poll() is None and not (os.path.exists("pid") and open("pid").read()):
+    mine(WORKER)
+    process = Forked(tmp_path / "said", train_in, os.getcwd(), *ASK)
+    while process.poll() is None and not (os.path.exists("pid") and open("pid").read()):
         time.sleep(0.02)
     pid = int(open("pid").read())
     with pytest.raises(ValueError, match="in use by another process"):
         hold("out")
-    run.kill()
-    assert run.wait() == -signal.SIGKILL
+    process.kill()
+    assert process.wait() == -signal.SIGKILL
     os.kill(pid, 0)  # it is there
     hold("out")
     os.close(HELD.popitem()[1])
@@ -768,44 +671,45 @@ def test_a_child_of_a_reward_holds_no_lock(mine, tmp_path):
     raise AssertionError("it did not end")
 
 
-@pytest.mark.parametrize("end, code", [
-    ("sys.exit(3)", 3), ("raise ValueError", 1), ("return 0", 0)])
-def test_a_child_that_comes_back(end, code, mine, tmp_path):
-    """Two processes would go on with one run; it ends where the reward does."""
-    ask = mine("import os, sys\ncodes = []\ndef score(row, text, tokens):\n    pid = os.fork()\n"
-               f"    if not pid:\n        {end}\n"
-               "    codes.append(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]))\n"
-               "    return digits(text)\n")
-    train_here(*ask, "--out_dir=out")
-    assert set(sys.modules["mine"].codes) == {code} and len(read_log("out")[1]) == 2
+FORKS = """
+import multiprocessing, os, sys, time
+codes = []
+{}
+def ended_by_sigterm():
+    child = multiprocessing.get_context("fork").Process(target=time.sleep, args=(100,))
+    child.start()
+    child.terminate()
+    child.join(20)
+    codes.append(child.exitcode)
+def score(row, text, tokens):
+    {}
+    return digits(text)
+"""
+COMES_BACK = """if not os.fork(): {}
+    codes.append(os.waitstatus_to_exitcode(os.wait()[1]))"""
 
 
-@pytest.mark.parametrize("when", ["called", "imported"])
-def test_another_current_folder(when, mine, tmp_path, monkeypatch):
-    """All goes on where it began, and so does what is asked next."""
-    at_import, in_call = ("os.chdir('/')", "pass")[::1 if when == "imported" else -1]
-    ask = mine(f"import os\n{at_import}\ndef score(row, text, tokens):\n    {in_call}\n"
-               "    return digits(text)\n")
+@pytest.mark.parametrize("imported, called, code", [
+    ("", COMES_BACK.format("sys.exit(3)"), 3), ("", COMES_BACK.format("raise ValueError"), 1),
+    ("", COMES_BACK.format("return 0"), 0), ("", "codes or ended_by_sigterm()", -signal.SIGTERM),
+    ("", "os.chdir('/')", None), ("os.chdir('/')", "pass", None)])
+def test_what_a_reward_does_to_its_process(imported, called, code, mine):
+    """A child ends where the reward does: else two processes would go on with one run. SIGTERM ends
+    one, which the run would answer only after its step. All goes on in the folder where it began,
+    and so does what is asked next."""
+    mine(DIGITS + FORKS.format(imported, called))
     here = os.getcwd()
-    shutil.copytree(train.TINY, "M")
-    with open("p.jsonl", "w") as f:
-        for i in range(20):
-            f.write(json.dumps(dict(prompt=f"{i}?", answer=str(i))) + "\n")
-    ask += ["--model=./M", "--task=p.jsonl"]
-    train_here(*ask, "--out_dir=out")
-    assert os.getcwd() == here and len(read_log("out")[1]) == 2
+    shutil.copytree(TINY, "M")
+    write_problems("p.jsonl", range(20))
+    train_here(*ASK, "--steps=1", "--model=./M", "--task=p.jsonl")
+    assert set(sys.modules["mine"].codes) == ({code} if code is not None else set())
+    assert os.getcwd() == here and len(read_log("out")[1]) == 1
 
 
 def test_a_folder_that_a_thread_leaves(tmp_path, monkeypatch):
     """Where nobody can put it back in time: out_dir is where it was when the run began."""
-    generate, calls = train.generate, []
-
-    def leaves(*args, **kwargs):
-        calls.append(os.chdir("/") if len(calls) == 2 else 1)
-        return generate(*args, **kwargs)
-
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(train, "generate", leaves)
+    at_call(3, lambda: os.chdir("/"), monkeypatch.setattr)
     train_here("--steps=2", "--eval_every=9", "--save_every=1", "--out_dir=out")
     assert os.getcwd() == "/" and len(read_log(tmp_path / "out")[1]) == 2
     assert read_checkpoint(tmp_path / "out")["step"] == 2
@@ -870,19 +774,12 @@ def test_a_clock_that_goes_back(tmp_path, monkeypatch):
     moment = time.time() + 10**6
     clock = iter(range(10**6))
     monkeypatch.setattr(time, "time", lambda: moment - 100 * next(clock))
-    train_here("--steps=2", "--eval_every=9", f"--out_dir={tmp_path / 'out'}")
+    train_here("--steps=1", f"--out_dir={tmp_path / 'out'}")
     with open(tmp_path / "out" / "log.jsonl") as f:
         rows = [row for row in map(json.loads, f) if row["kind"] == "step"]
     assert all(0 < row["rollout_s"] < 60 and 0 < row["learn_s"] < 60 for row in rows)
     assert all(row["tokens_per_s"] < 10**6 for row in rows)
     assert time.time() > time.time()  # the control
-
-
-def test_control_characters_do_not_reach_a_terminal(capsys):
-    """Whoever wrote them; line breaks, tabs and letters of any script stay."""
-    tell("a\x1b]0;title\x07b\x9b2Jc\rd\x7f\n\te\u3042\u00e9\u00a0")
-    assert capsys.readouterr().out == ("a\\x1b]0;title\\x07b\\x9b2Jc\\rd\\x7f\n\te\u3042\u00e9"
-                                       "\u00a0\n")
 
 
 # what a run leaves beside its last model
@@ -901,8 +798,8 @@ def test_the_best_model_is_kept(tmp_path, capsys, monkeypatch):
     train_here("--lr=1", "--warmup=0", "--eval_final=8", f"--out_dir={out}")
     evals = read_log(out)[0]
     assert evals[0]["eval_compressed"] == 1 and evals[-1]["eval_compressed"] == 0
-    best, last, began = (load_file(os.path.join(folder, "model.safetensors")) for folder in
-                         (out / "best", out / "model", os.path.join(ROOT, "data", "tiny")))
+    best, last, began = (load_file(os.path.join(folder, "model.safetensors"))
+                         for folder in (out / "best", out / "model", TINY))
     assert all(torch.equal(best[name], began[name]) for name in began)
     assert not any(torch.equal(last[name], began[name]) for name in began)
     lines = capsys.readouterr().out.splitlines()
@@ -941,19 +838,6 @@ def test_write_whole(tmp_path, monkeypatch):
     assert open(path).read() == "new" and os.listdir(tmp_path) == ["file"]
 
 
-def test_metrics():
-    """Sums over micro-batches; per-token numbers where a mask is true."""
-    m = Metrics()
-    m.add(loss=1.0, kl=0.5)
-    m.add(loss=2.0)
-    mask = torch.tensor([[True, False], [True, True]])
-    m.collect(mask, gap=torch.tensor([[1.0, 99], [2, 3]]))
-    m.collect(mask[:1], gap=torch.tensor([[4.0, 99]]))
-    assert m.sums == dict(loss=3.0, kl=0.5)
-    assert m.tokens("gap").tolist() == [1, 2, 3, 4]
-    assert m.has("gap") and not m.has("entropy")
-
-
 @pytest.mark.parametrize("device", ["gpu", "cpu:0", "cuda:x", "cuda:99"])
 def test_devices_that_are_not_there(device):
     with pytest.raises(ValueError, match=f"device must be auto|{device} was asked for"):
@@ -961,13 +845,12 @@ def test_devices_that_are_not_there(device):
 
 
 def test_what_auto_means(monkeypatch):
-    folder = os.path.join(ROOT, "data", "tiny")  # 1.1 million parameters
     c = SimpleNamespace(device="auto")
     choose_device(c)
     assert c.device == ("cuda" if torch.cuda.is_available() else "cpu")
     new = dict(is_bf16_supported=lambda including_emulation: True, get_device_name=str)
     old = dict(new, is_bf16_supported=lambda including_emulation: including_emulation)
-    for card, limit, device, asked, want in (
+    for card, limit, device, asked, want in (  # the model has 1.1 million parameters
             (new, 1_000_000, "cuda", "auto", "bfloat16"),
             (new, 1_000_000, "cpu", "auto", "float32"),
             (new, 1_000_000, "cuda:1", "auto", "bfloat16"),
@@ -976,15 +859,15 @@ def test_what_auto_means(monkeypatch):
             (old, 2_000_000, "cpu", "bfloat16", "bfloat16"),
             (old, 1_000_000, "cuda", "auto", "float32"),
             (old, 1_000_000, "cuda", "bfloat16", None)):  # emulated: refused
-        monkeypatch.setattr(train, "BFLOAT16_FROM", limit)
+        monkeypatch.setattr(run.start, "BFLOAT16_FROM", limit)
         for name, function in card.items():
             monkeypatch.setattr(torch.cuda, name, function)
         c = SimpleNamespace(device=device, dtype=asked)
         if want is None:
             with pytest.raises(ValueError, match="has no such arithmetic, use --dtype=float32"):
-                train.choose_dtype(c, folder)
+                run.start.choose_dtype(c, TINY)
             continue
-        train.choose_dtype(c, folder)
+        run.start.choose_dtype(c, TINY)
         assert c.dtype == want
 
 

@@ -8,9 +8,9 @@ from types import ModuleType, SimpleNamespace
 
 import pytest
 
-import train
-from conftest import read_checkpoint, read_log, train_here
+from conftest import at_call, read_checkpoint, read_log, train_here
 from support.run import LIST
+from support.tracker import Tracker
 
 
 class EventFiles:
@@ -102,16 +102,11 @@ def logged(out, name):
 def cut_run(out, tracker, monkeypatch):
     """A run that dies in its fourth step, after a checkpoint of step 2, and then goes on to 6."""
     often = [f"--tracker={tracker}", f"--out_dir={out}", "--steps=6", "--eval_every=2"]
-    calls, generate = [], train.generate
-
-    def dies(*args, **kwargs):
-        calls.append(1)
-        if len(calls) == 8:  # evaluation, 2 rollouts, evaluation, a rollout, this one
-            raise KeyboardInterrupt
-        return generate(*args, **kwargs)
+    def dies():
+        raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        patch.setattr(train, "generate", dies)
+        at_call(8, dies, patch.setattr)  # evaluation, 2 rollouts, evaluation, a rollout, this one
         with pytest.raises(SystemExit):
             train_here(*often)
     assert read_checkpoint(out)["step"] == 2 and logged(out, "reward")[-1][0] == 2
@@ -280,9 +275,9 @@ def test_what_cannot_be_listed_is_given_up(tensorboard, tmp_path, capsys):
         raise OSError("could not write")
 
     run = SimpleNamespace(
-        c=SimpleNamespace(tracker="tensorboard"), path=lambda name: str(tmp_path / name),
+        config=SimpleNamespace(tracker="tensorboard"), path=lambda name: str(tmp_path / name),
         resumed=False, step=0, write_list=fails)
-    tracker = train.Tracker(run, already=[])
+    tracker = Tracker(run, already=[])
     tracker.log(dict(step=0, reward=1.0))
     assert capsys.readouterr().out.startswith("tensorboard failed and gets no more numbers")
     assert shown(tmp_path / "tensorboard") == {}

@@ -1,9 +1,8 @@
-"""train.py: settings and what is wrong with them, the update, the loop as a user runs it."""
+"""train.py and run/: settings and what is wrong with them, the update, the loop as it is run."""
 import json
 import os
 import re
 import shutil
-import time
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -12,32 +11,51 @@ import torch
 
 import grpo
 import objectives.ppo
+import run.report
+import run.start
 import train
 from conftest import (
     FAST,
     ROOT,
     SMALL,
     STOP,
+    TINY,
+    at_call,
+    copy_of,
+    learn,
     learner,
     prompts,
     read_checkpoint,
     read_log,
     run_train,
+    same_weights,
     share_of_digits,
     some_rewards,
     toy,
     train_here,
+    write_problems,
 )
-from data.tasks import Problems, prompt_encoder
+from data.tasks import TASKS, Problems, prompt_encoder
 from data.tokenizer import Tokenizer
 from grpo import advantages, replay
 from kvcache import EVICT, SPREAD, Eviction
 from model import Transformer
 from objectives.dpo import DPO
 from rollout import generate
-from support.lora import LoRA
-from support.metrics import Metrics, quantile
-from support.run import one_line_errors, read_list
+from run.evaluate import check_best, cut_at, decode, evaluate, texts_of
+from run.learn import Metrics, micro_batches, quantile, summary
+from run.settings import (
+    CHOICES,
+    OF_OBJECTIVES,
+    RANGES,
+    eviction_of,
+    eviction_of_evaluation,
+    identity_of,
+    problems_at,
+    response_keys,
+)
+from run.start import check_memory, set_up
+from support.run import read_list
 
 # a whole run
 
@@ -67,11 +85,6 @@ def test_run_leaves_what_it_promises(finished):
         samples = f.read()
     assert samples.count("--- step") == 2 * 3  # two responses of steps 0, 2, 3
     assert samples.count("\nAnswer:\n>>> ") == 2 * 3  # the end of the prompt, as it was encoded
-    for e in evals:  # every held-out response, under either cache
-        for name in ("compressed", "dense"):
-            after = samples.split(f"--- eval {e['step']}, {name} cache\n")[1]
-            earned = [float(line.split()[-1]) for line in after.split("---")[0].splitlines()]
-            assert len(earned) == 4 and sum(earned) / 4 == e[f"eval_{name}"]
 
 
 def test_what_was_saved_loads(finished, tmp_path):
@@ -100,8 +113,7 @@ def test_default_device_on_a_gpu(tmp_path):
 def test_problem_files(tmp_path):
     """A file is checked as a whole before anything else happens, and a good one trains."""
     file, out = tmp_path / "p.jsonl", tmp_path / "out"
-    good = [json.dumps(dict(question=f"The code for apple is {i}. What is it?", answer=str(i)))
-            for i in range(20)]
+    good = write_problems(file, range(20)).read_text().splitlines()
     too_long = json.dumps(dict(prompt="apple " * 300, answer="1"))
     for lines, say in (([*good, too_long], "1 of 21 prompts .* prompt_tokens=64, .* has 3.. "),
                        ([*good, "{"], "p.jsonl:21 is not JSON"),
@@ -123,16 +135,15 @@ def test_problem_files(tmp_path):
 def test_nothing_is_evicted(tmp_path, capsys):
     """It is said where a budget holds the longest prompt that there is, not the longest that there
     might be, and no response key can go."""
-    file = tmp_path / "p.jsonl"
-    file.write_text("\n".join(json.dumps(dict(prompt=f"apple {i + 10}", answer=i))
-                              for i in range(20)))
+    file = write_problems(tmp_path / "p.jsonl", range(10, 30))
 
     def said(*ask):
-        train.setup([*FAST, "--dry_run=True", f"--task={file}", "--max_new_tokens=17", *ask])
+        set_up([*FAST, "--dry_run=True", f"--task={file}", "--max_new_tokens=17", *ask],
+               train.settings, train.OBJECTIVES)
         lines = capsys.readouterr().out.splitlines()
         return [line for line in lines if line.startswith("nothing is evicted: ")]
 
-    n = len(prompt_encoder(Tokenizer(train.TINY))("apple 10"))
+    n = len(prompt_encoder(Tokenizer(TINY))("The code is 10. What is it?"))
     line = f"nothing is evicted: the longest prompt has {n} tokens, budget is "
     small = ["--window=4", "--sinks=0"]
     assert said() == [f"{line}24"] == said("--response_budget=17")
@@ -151,47 +162,27 @@ def test_nothing_is_evicted(tmp_path, capsys):
 
 @pytest.mark.parametrize("say, args", [
     ("unknown key 'bugdet'; the nearest is 'budget'", ["--bugdet=32"]),
-    ("unknown key 'HOLD_OUT'", ["--HOLD_OUT=5"]),
-    ("budget expects int, got str 'many'", ["--budget=many"]),
-    ("budget expects int, got float 32.5", ["--budget=32.5"]),
-    ("resume expects True or False, got int 1", ["--resume=1"]),
     (f"evict must be one of {', '.join(EVICT)}, or module:name, got 'snap'", ["--evict=snap"]),
-    (f"spread must be one of {', '.join(SPREAD)}, got 'flat'", ["--spread=flat"]),
     ("top_p is not offered", ["--top_p=0.9"]),
     ("top_k is not offered", ["--top_k=50"]),
-    ("eval_problems must be between 1 and 1000000", ["--eval_problems=99999999999"]),
-    ("eval_final must be between 1 and 1000000", ["--eval_final=0"]),
-    ("prompts must be between 1 and 1000000", ["--prompts=99999999"]),
     ("template must hold a JSON object", ["--template=[1]"]),
     ("template is not valid JSON", ["--template={enable_thinking: false}"]),
     ("budget 18 must be above window + sinks", ["--evict=none", "--budget=18"]),
-    ("temperature must be between", ["--temperature=0"]),
     ("lr must be a finite number", ["--lr=nan"]),
-    ("grad_clip must be between", ["--grad_clip=-1"]),
-    ("beta2 must be between", ["--beta2=2"]),
     ("device must be auto, cpu, cuda or cuda:N", ["--device=gpu"]),
     ("out_dir is empty", ["--out_dir="]),
     ("group must be at least 2", ["--group=1"]),
     ("group must be at least 2", ["config/dpo.py", "--group=1"]),
-    ("group must be between 1", ["config/ppo.py", "--group=0"]),
     ("objective must be one of grpo, ppo, dpo", ["--objective=nothing"]),
-    ("correction must be one of none, tis, mis, sparse_rl", ["--correction=vtrace"]),
     ("learner=shadow both are one policy", ["--correction=tis"]),
     ("evict=none, learner=dense both are one policy", ["config/tis.py", "--evict=none"]),
     ("correction=tis with ratio_to=sampler would count", ["config/tis.py", "--ratio_to=sampler"]),
-    ("ratio_to must be one of learner, sampler", ["--ratio_to=old"]),
     ("beta=0.2: objective=grpo does not use it; it uses correction, ", ["--beta=0.2"]),
     ("ratio_to=sampler: objective=dpo does not use it", ["config/dpo.py", "--ratio_to=sampler"]),
     ("ref_kl=0.1: objective=dpo does not use it", ["config/dpo.py", "--ref_kl=0.1"]),
-    ("ref_kl must be between 0 and 100", ["--ref_kl=-1"]),
-    ("distill_on must be one of all, reward", ["--distill_on=none"]),
-    ("teacher must be one of other, initial", ["--teacher=self"]),
     ("response_budget 16 must be above the window of 16", ["--response_budget=16", "--window=16"]),
     ("eval_evict must be one of auto, snapkv", ["--eval_evict=none"]),
-    ("period must be between 1 and", ["--period=0"]),
     ("correction=tis: objective=dpo does not use it", ["config/tis.py", "--objective=dpo"]),
-    ("lam must be between 0 and 1", ["--lam=1.5"]),
-    ("beta must be between", ["config/dpo.py", "--beta=0"]),
     ("budget 20 must be above window + sinks", ["--budget=20", "--window=16", "--sinks=4"]),
     ("unknown task 'needel'", ["--task=needel"]),
     ("nofile.jsonl", ["--task=nofile.jsonl"]),
@@ -199,8 +190,6 @@ def test_nothing_is_evicted(tmp_path, capsys):
     ("task 'README.md': a file must end in .jsonl", ["--task=README.md"]),
     ("task kv4 needs at least 163 tokens, got prompt_tokens=128", ["--prompt_tokens=128"]),
     ("'/no/such/path': no such folder", ["--model=/no/such/path"]),
-    ("steps expects int, got str 'x'", ["--steps", "x"]),
-    ("--steps: write --key=value", ["--steps"]),
     ("no such config file", ["config/nothing.py"]),
     ("exceed the model's context", ["--prompt_tokens=100000"]),
     ("does not exist", ["--resume=True"]),
@@ -219,14 +208,16 @@ def test_bad_input(say, args, tmp_path, monkeypatch):
     assert not (tmp_path / "out").exists()
 
 
-@pytest.mark.parametrize("text, say", [
-    ("bugdet = 32", "unknown key 'bugdet'; the nearest is 'budget'"),
-    ("lr = 'big'", "lr expects float, got str 'big'"),
-    ("lr = = 3", "line 1"), ("from math import pi", "unknown key 'pi'")])
-def test_bad_config_file(text, say, tmp_path):
-    (tmp_path / "c.py").write_text(text)
-    with pytest.raises(ValueError, match=say):
-        train.settings([str(tmp_path / "c.py")])
+def test_ranges_and_choices():
+    """What is outside is refused by name; the defaults are inside."""
+    for key, (low, high) in RANGES.items():
+        for x in (low - 1, high + 1):
+            with pytest.raises(ValueError, match=f"^{key} must be between {low} and {high}, got "):
+                train.settings([f"--{key}={x}"])
+    for key, names in CHOICES.items():
+        with pytest.raises(ValueError, match=f"{key} must be one of {', '.join(names)}, got 'x'"):
+            train.settings([f"--{key}=x"])
+    assert vars(train.settings([])) == train.DEFAULTS
 
 
 def test_config_files(tmp_path):
@@ -270,14 +261,14 @@ def test_micro_batches(model):
     """As many groups as fit into a limit of packed rows, at least one."""
     r = sampled(model)
     sizes = [len(p) + 2 * int((n - 1).sum()) for p, n in zip(r.prompts, r.lengths)]
-    assert train.micro_batches(r, 2, 10_000) == [[0, 1, 2, 3]]
-    assert train.micro_batches(r, 2, 1) == [[0], [1], [2], [3]]
+    assert micro_batches(r, 2, 10_000) == [[0, 1, 2, 3]]
+    assert micro_batches(r, 2, 1) == [[0], [1], [2], [3]]
     two = max(sizes[0] + sizes[1], sizes[2] + sizes[3])
-    assert train.micro_batches(r, 2, two) == [[0, 1], [2, 3]]
-    assert train.micro_batches(r, 2, sizes[0] + sizes[1] - 1)[0] == [0]
+    assert micro_batches(r, 2, two) == [[0, 1], [2, 3]]
+    assert micro_batches(r, 2, sizes[0] + sizes[1] - 1)[0] == [0]
     # one copy of each response: more fit
     alone = sizes[0] + sizes[1] - int((r.lengths[:2] - 1).sum())
-    assert train.micro_batches(r, 1, alone)[0] == [0, 1] != train.micro_batches(r, 2, alone)[0]
+    assert micro_batches(r, 1, alone)[0] == [0, 1] != micro_batches(r, 2, alone)[0]
 
 
 def objective_gradients(rows, **changes):
@@ -288,37 +279,8 @@ def objective_gradients(rows, **changes):
         torch.nn.init.constant_(objective.value.weight, 0.02)
     r, kept = sampled(net), Gradients(opt)
     teacher = toy(seed=5) if c.teacher == "initial" else None
-    log = train.update(net, opt, objective, r, rewards=some_rewards(4, 4), c=c, lr=1e-3,
-                       teacher=teacher)
+    log = learn(net, opt, objective, r, rewards=some_rewards(4, 4), c=c, lr=1e-3, teacher=teacher)
     return kept.found, log
-
-
-@pytest.mark.parametrize("norm", grpo.NORMS)
-def test_micro_batches_of_every_norm(norm):
-    """All groups in one forward pass or one group at a time: the same gradient."""
-    whole, log = objective_gradients(10_000, norm=norm)
-    parts, _ = objective_gradients(1, norm=norm)
-    assert apart(whole, parts) <= 1e-5 and log["gap_max"] <= 1e-4
-    other, _ = objective_gradients(1, norm=norm, distill=0.2)  # control
-    assert apart(whole, other) > 1e-2
-
-
-@pytest.mark.parametrize("changes, without", [
-    (dict(distill_on="reward"), dict(distill_on="all")),
-    (dict(distill_on="reward", distill_to="shadow", norm="token"), dict(distill_on="all")),
-    (dict(learner="dense", distill=0.0, ratio_to="sampler"), dict(ratio_to="learner")),
-    (dict(ref_kl=0.5), dict(ref_kl=0.0)),
-    (dict(objective="ppo", ref_kl=0.5, ratio_to="sampler", learner="dense"), dict(ref_kl=0.0)),
-    (dict(teacher="initial"), dict(teacher="other")),
-    (dict(teacher="initial", distill_to="shadow"), dict(teacher="other"))])
-def test_micro_batches_of_every_term(changes, without):
-    whole, log = objective_gradients(10_000, **changes)
-    parts, log_parts = objective_gradients(1, **changes)
-    assert apart(whole, parts) < 1e-4
-    assert log.keys() == log_parts.keys()
-    assert all(log[k] == pytest.approx(log_parts[k], rel=1e-3, abs=1e-5) for k in log)
-    other, _ = objective_gradients(1, **{**changes, **without})  # control
-    assert apart(whole, other) > 1e-2
 
 
 def one_by_one(f):
@@ -337,31 +299,41 @@ def loss_of_its_own_pairs(objective, out, part, batch, old, whole, loss=DPO.loss
 
 
 DENSE = dict(learner="dense")
-OTHERS = dict(
-    sparse_rl=dict(DENSE, correction="sparse_rl", distill=0.0), ppo=dict(objective="ppo"),
-    ppo_dense=dict(DENSE, objective="ppo", correction="tis"), dpo=dict(objective="dpo"),
-    dpo_dense=dict(DENSE, objective="dpo"))
-CONTROLS = dict(  # what is normalised over the whole batch, for each micro-batch by itself
-    sparse_rl=(grpo, "correction", one_by_one(grpo.correction)),
-    ppo=(objectives.ppo, "whiten", one_by_one(objectives.ppo.whiten)),
-    dpo=(DPO, "loss", loss_of_its_own_pairs))
+# for each micro-batch by itself, what is normalised over the whole batch
+WHITEN = (objectives.ppo, "whiten", one_by_one(objectives.ppo.whiten))
+WEIGH = (grpo, "correction", one_by_one(grpo.correction))
+PAIRS = (DPO, "loss", loss_of_its_own_pairs)
 
 
-@pytest.mark.parametrize("name", OTHERS)
-def test_micro_batches_of_every_objective(name, monkeypatch):
-    """What is normalised over the whole batch is known before the first backward pass: one group at
-    a time gives the same gradient and the same numbers."""
-    whole, log = objective_gradients(10_000, **OTHERS[name])
-    parts, log_parts = objective_gradients(1, **OTHERS[name])
-    assert apart(whole, parts) < 1e-4
+@pytest.mark.parametrize("changes, control", [
+    *((dict(norm=norm), dict(distill=0.2)) for norm in grpo.NORMS),
+    (dict(distill_on="reward"), dict(distill_on="all")),
+    (dict(distill_on="reward", distill_to="shadow", norm="token"), dict(distill_on="all")),
+    (dict(DENSE, distill=0.0, ratio_to="sampler"), dict(ratio_to="learner")),
+    (dict(ref_kl=0.5), dict(ref_kl=0.0)),
+    (dict(DENSE, objective="ppo", ref_kl=0.5, ratio_to="sampler"), dict(ref_kl=0.0)),
+    (dict(teacher="initial"), dict(teacher="other")),
+    (dict(teacher="initial", distill_to="shadow"), dict(teacher="other")),
+    (dict(DENSE, correction="sparse_rl", distill=0.0), WEIGH), (dict(objective="ppo"), WHITEN),
+    (dict(DENSE, objective="ppo", correction="tis"), WHITEN), (dict(objective="dpo"), PAIRS),
+    (dict(DENSE, objective="dpo"), PAIRS)])
+def test_micro_batches_of_every_term(changes, control, monkeypatch):
+    """All groups in one forward pass or one group at a time: the same gradient and the same
+    numbers. What is normalised over the whole batch is known before the first backward pass."""
+    whole, log = objective_gradients(10_000, **changes)
+    parts, log_parts = objective_gradients(1, **changes)
+    assert apart(whole, parts) < (1e-5 if "norm" in changes and len(changes) == 1 else 1e-4)
     assert log.keys() == log_parts.keys()
     assert all(log[k] == pytest.approx(log_parts[k], rel=1e-3, abs=1e-5) for k in log)
-    assert ("weight" in log) == ("correction" in OTHERS[name])
-    if name == "sparse_rl":
+    assert ("weight" in log) == ("correction" in changes)
+    if changes.get("correction") == "sparse_rl":
         assert 0 < log["rejected"] < 1 and 0 < log["weight"] < 1
-    where, what, wrong = CONTROLS[name.removesuffix("_dense")]
-    monkeypatch.setattr(where, what, wrong)
-    assert apart(whole, objective_gradients(1, **OTHERS[name])[0]) > 1e-2
+    if "learner" not in changes:
+        assert log["gap_max"] <= 1e-4
+    if isinstance(control, tuple):
+        monkeypatch.setattr(*control)
+        control = {}
+    assert apart(whole, objective_gradients(1, **{**changes, **control})[0]) > 1e-2
 
 
 @pytest.mark.parametrize("name", train.OBJECTIVES)
@@ -372,7 +344,7 @@ def test_several_updates_per_rollout(name):
     r = generate(net, prompts(61, 40), 4, 12, seed=1, **SMALL)
     c, objective, opt = learner(net, initial=toy(), objective=name, updates=3)
     rewards = some_rewards(2, 4)
-    log = train.update(net, opt, objective, r, rewards=rewards, c=c, lr=1e-2)
+    log = learn(net, opt, objective, r, rewards=rewards, c=c, lr=1e-2)
     assert log["gap_max"] <= 1e-4
     if name == "dpo":
         assert log["pairs"] == 2
@@ -381,7 +353,7 @@ def test_several_updates_per_rollout(name):
         assert log["clip_frac"] > 0
         net = toy()  # control: one update clips nothing
         c, objective, opt = learner(net, objective=name)
-        one = train.update(net, opt, objective, r, rewards=rewards, c=c, lr=1e-2)
+        one = learn(net, opt, objective, r, rewards=rewards, c=c, lr=1e-2)
         assert one["clip_frac"] == 0
 
 
@@ -397,51 +369,43 @@ def test_ratios_are_to_the_policy_before_the_first_update():
         return loss(out, part, batch, old=old, whole=whole)
 
     objective.loss = spy
-    train.update(net, opt, objective, sampled(net), rewards=some_rewards(4, 4), c=c, lr=1e-2)
+    learn(net, opt, objective, sampled(net), rewards=some_rewards(4, 4), c=c, lr=1e-2)
     assert was[0] is None and torch.equal(was[1], now[0]) and torch.equal(was[2], now[0])
     assert not torch.equal(now[1], now[0])
 
 
-@pytest.mark.parametrize("distill_on", ["all", "reward"])
-@pytest.mark.parametrize("student", ["dense", "shadow"])
-def test_the_loss_of_an_update_by_hand(model, student, distill_on):
-    """Objective plus distillation, of one replay."""
-    c, objective, opt = learner(model, distill=0.3, distill_to=student, distill_on=distill_on)
-    r, rewards = sampled(model), some_rewards(4, 4)
-    kept = Gradients(opt)
-    log = train.update(model, opt, objective, r, rewards=rewards, c=c, lr=1e-3)
-    out = replay(model, r, distill_to=student)
+def by_hand(c, out, r, rewards):
+    """The objective and the distillation of settings c, written out. -> loss, term"""
     scale = grpo.token_scale(r.mask)
-    loss, _ = grpo.policy_loss(out["shadow"], None, advantages(rewards), r.mask)
-    if distill_on == "reward":
+    loss, _ = grpo.policy_loss(out[c.learner], None, advantages(rewards), r.mask)
+    if c.distill_on == "reward":
         scale = scale * rewards[:, :, None]
-    kl = (scale * out["kl"]).sum()
-    want = torch.autograd.grad(loss + 0.3 * kl, list(model.parameters()))
-    assert apart(want, kept.found) < 1e-5
-    assert log["kl"] == pytest.approx(kl.item(), rel=1e-5)
-    assert log["loss"] == pytest.approx((loss + 0.3 * kl).item(), rel=1e-4)
-    assert apart(torch.autograd.grad(replay(model, r)["dense"].sum(), list(model.parameters())),
-                 kept.found) > 1e-2
-
-
-@pytest.mark.parametrize("policy", ["shadow", "dense"])
-def test_the_one_sided_estimate_by_hand(model, policy):
-    """distill_by=one_sided: where the sampled token is likelier under the teacher, the difference;
-    elsewhere nothing. With a learner that replays and with one that does not."""
-    c, objective, opt = learner(model, distill=0.3, distill_by="one_sided", distill_on="all",
-                                learner=policy)
-    r, rewards = sampled(model), some_rewards(4, 4)
-    kept = Gradients(opt)
-    log = train.update(model, opt, objective, r, rewards=rewards, c=c, lr=1e-3)
-    out = replay(model, r)
-    loss, _ = grpo.policy_loss(out[policy], None, advantages(rewards), r.mask)
+    if c.distill_by == "kl":
+        return loss, (scale * out["kl"]).sum()
     behind = out["shadow"].detach() - out["dense"]
-    term = (grpo.token_scale(r.mask) * behind * (behind > 0)).sum()
-    want = torch.autograd.grad(loss + 0.3 * term, list(model.parameters()))
+    assert abs((scale * behind.abs()).sum() - (scale * behind.relu()).sum()) > 1e-3  # both sides
+    return loss, (scale * behind * (behind > 0)).sum()
+
+
+@pytest.mark.parametrize("changes", [
+    *(dict(distill_to=student, distill_on=on) for student in ("dense", "shadow")
+      for on in ("all", "reward")),
+    *(dict(distill_by="one_sided", distill_on="all", learner=policy)
+      for policy in ("shadow", "dense"))])
+def test_the_loss_of_an_update_by_hand(model, changes):
+    """Objective plus distillation, of one replay. one_sided: where the sampled token is likelier
+    under the teacher, the difference; elsewhere nothing."""
+    c, objective, opt = learner(model, distill=0.3, **changes)
+    r, rewards, params = sampled(model), some_rewards(4, 4), list(model.parameters())
+    kept = Gradients(opt)
+    log = learn(model, opt, objective, r, rewards=rewards, c=c, lr=1e-3)
+    loss, term = by_hand(c, replay(model, r, distill_to=c.distill_to), r, rewards)
+    want = torch.autograd.grad(loss + 0.3 * term, params)
     assert apart(want, kept.found) < 1e-5
     assert log["kl"] == pytest.approx(term.item(), rel=1e-5) and term > 0
-    both = (grpo.token_scale(r.mask) * behind.abs()).sum()  # control: of both sides
-    assert abs(both - term) > 1e-3
+    assert log["loss"] == pytest.approx((loss + 0.3 * term).item(), rel=1e-4, abs=1e-7)
+    other = torch.autograd.grad(replay(model, r)["dense"].sum(), params)
+    assert apart(other, kept.found) > 1e-2  # control
     with pytest.raises(ValueError, match="it takes teacher=other"):
         train.settings(["--distill_by=one_sided", "--teacher=initial"])
 
@@ -451,8 +415,7 @@ def constant_rewards(reward, **changes):
     net = toy()
     c, objective, opt = learner(net, initial=toy(seed=5), **changes)
     kept = Gradients(opt)
-    log = train.update(net, opt, objective, sampled(net), rewards=torch.full((4, 4), reward), c=c,
-                       lr=1e-3)
+    log = learn(net, opt, objective, sampled(net), rewards=torch.full((4, 4), reward), c=c, lr=1e-3)
     return kept.found, log
 
 
@@ -484,7 +447,7 @@ def test_the_ratio_to_the_sampler_by_hand(objective):
                               clip=0.3, clip_high=0.4, ratio_to=ratio_to)
         c.value_coef = 0.0  # of ppo
         kept = Gradients(opt)
-        logs[ratio_to] = train.update(net, opt, obj, r, rewards=rewards, c=c, lr=1e-3)
+        logs[ratio_to] = learn(net, opt, obj, r, rewards=rewards, c=c, lr=1e-3)
     out = replay(net, r, ("dense",), value=obj.value)
     batch = obj.prepare(r, rewards, lambda rollout: out)[1]
     adv = batch["adv"].view(4, 4, -1)                           # (B, G, 1 or R)
@@ -503,7 +466,7 @@ def test_the_ratio_to_the_sampler_by_hand(objective):
                           clip_high=0.4, ratio_to="sampler")
     c.value_coef = 0.0
     other, kept = kept.found, Gradients(opt)
-    train.update(net, opt, obj, r, rewards=rewards, c=c, lr=1e-3)
+    learn(net, opt, obj, r, rewards=rewards, c=c, lr=1e-3)
     assert apart(want, kept.found) < 1e-4 and apart(want, other) > 1e-2
 
 
@@ -545,51 +508,55 @@ def test_nothing_pulls_at_the_start(term, changes):
     teacher = initial if c.teacher == "initial" else None
     r, found = sampled(net), []
     for _ in range(2):
-        log = train.update(net, opt, objective, r, rewards=some_rewards(4, 4), c=c, lr=1e-3,
-                           teacher=teacher)
+        log = learn(net, opt, objective, r, rewards=some_rewards(4, 4), c=c, lr=1e-3,
+                    teacher=teacher)
         found.append(log[term])
         # the student alone is replayed where it is the learner and needs no other policy
         assert ("accept" in log) == (c.distill_to != c.learner or teacher is None)
     assert abs(found[0]) < 1e-6 and found[1] > 1e-4
 
 
-@pytest.mark.parametrize("changes, needed", [
-    (("--ref_kl=0.5",), True), (("--teacher=initial",), True),
-    (("--teacher=initial", "--distill=0"), False), ((), False)])
-def test_the_initial_model_after_a_resume(changes, needed, tmp_path, monkeypatch):
-    """It is read again, so its weights are part of the run; 2 steps and 2 more are 4."""
-    ask = [*changes, "--eval_every=99", "--eval_problems=1"]
+@pytest.mark.parametrize("changes", [["--ref_kl=0.5"], ["--teacher=initial"]])
+def test_the_initial_model_after_a_resume(changes, tmp_path, monkeypatch):
+    """It is read again: a step and one more are 2. Control: it is another one then."""
+    ask = [*changes, "--warmup=0", "--eval_every=99", "--eval_problems=1", "--eval_final=1"]
     whole, halves, wrong = (tmp_path / x for x in ("whole", "halves", "wrong"))
-    if needed:
-        train_here(*ask, f"--out_dir={whole}")
-        train_here(*ask, "--steps=2", f"--out_dir={halves}")
-        shutil.copytree(halves, wrong)
-        train_here(*ask, "--resume=True", f"--out_dir={halves}")
-        assert same_masters(whole, halves) and read_checkpoint(whole)["step"] == 4
-        load, loaded = Transformer.from_pretrained, []
+    train_here(*ask, "--steps=2", f"--out_dir={whole}")
+    train_here(*ask, "--steps=1", f"--out_dir={halves}")
+    shutil.copytree(halves, wrong)
+    ask += ["--steps=2", "--resume=True"]
+    train_here(*ask, f"--out_dir={halves}")
+    assert same_weights(whole, halves) and read_checkpoint(whole)["step"] == 2
+    load, loaded = Transformer.from_pretrained, []
 
-        def other_the_second_time(*args, **kwargs):
-            loaded.append(load(*args, **kwargs))
-            if len(loaded) == 2:
-                for p in loaded[1].parameters():
-                    p.data.mul_(0.9)
-            return loaded[-1]
+    def other_the_second_time(*args, **kwargs):
+        loaded.append(load(*args, **kwargs))
+        if len(loaded) == 2:
+            for p in loaded[1].parameters():
+                p.data.mul_(0.9)
+        return loaded[-1]
 
-        with monkeypatch.context() as patched:
-            patched.setattr(Transformer, "from_pretrained", other_the_second_time)
-            train_here(*ask, "--resume=True", f"--out_dir={wrong}")
-        assert len(loaded) == 2 and not same_masters(whole, wrong)  # control
-
-    other = tmp_path / "other"
-    shutil.copytree(train.TINY, other)
-    (other / "model.safetensors").write_bytes(b"other weights")
-    c = train.settings(ask)
-    assert (train.identity_of(c, train.TINY) != train.identity_of(c, str(other))) == needed
+    monkeypatch.setattr(Transformer, "from_pretrained", other_the_second_time)
+    train_here(*ask, f"--out_dir={wrong}")
+    assert len(loaded) == 2 and not same_weights(whole, wrong)
 
 
-def same_masters(a, b):
-    one, two = (read_checkpoint(x)["learner"]["masters"] for x in (a, b))
-    return all(map(torch.equal, one, two))
+@pytest.mark.parametrize("changes, file, counts", [
+    ("", "M/tokenizer.json", True), ("", "t.jsonl", True), ("", "M/model.safetensors", False),
+    ("--ref_kl=0.5", "M/model.safetensors", True), ("--objective=dpo", "M/model.safetensors", True),
+    ("--teacher=initial", "M/model.safetensors", True),
+    ("--teacher=initial --distill=0", "M/model.safetensors", False), ("", "M/mine.txt", False)])
+def test_contents_are_part_of_a_run(changes, file, counts, tmp_path):
+    """Those of the task and the tokenizer; of weights that are read again. A run that goes on with
+    others is refused, see what a run reads may move."""
+    task = write_problems(tmp_path / "t.jsonl", range(20))
+    shutil.copytree(TINY, tmp_path / "M")
+    (tmp_path / "M" / "mine.txt").write_text("")
+    c = train.settings([*changes.split(), f"--task={task}"])
+    before = identity_of(c, str(tmp_path / "M"))
+    assert before == identity_of(c, str(tmp_path / "M"))
+    (tmp_path / file).write_bytes((tmp_path / file).read_bytes() + b" ")
+    assert (identity_of(c, str(tmp_path / "M")) != before) == counts
 
 
 def test_numbers_of_several_updates():
@@ -603,25 +570,13 @@ def test_numbers_of_several_updates():
     done[0].collect(mask, gap=torch.tensor([1.0, 3, 9]), entropy=torch.tensor([2.0, 4, 9]))
     want = dict(loss=1.0, clip_frac=0.25, ratio=1.25, kl_old=0.25, gap=2.0, gap_max=3.0,
                 entropy=3.0)
-    assert train.summary(done) == want
+    assert summary(done) == want
     done[0].collect(mask, accept=torch.tensor([0.5, 1.0, 9]))
-    log = train.summary(done)
+    log = summary(done)
     assert log["accept"] == 0.75 and log["accept_p05"] == pytest.approx(0.525)
 
 
 # the optimizer
-
-def test_diverged():
-    """A gradient that is not finite stops the run and leaves the weights alone."""
-    net = toy()
-    _, _, opt = learner(net)
-    before = [m.detach().clone() for m in opt.masters]
-    for q in net.parameters():
-        q.grad = torch.full_like(q, torch.nan)
-    with pytest.raises(FloatingPointError, match="norm is nan"):
-        opt.step(1e-3, 1.0)
-    assert all(torch.equal(a, b) for a, b in zip(before, opt.masters))
-
 
 @pytest.mark.parametrize("rank", [0, 4])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -629,9 +584,7 @@ def test_a_step_without_a_gradient_changes_nothing(rank, dtype):
     """Neither weights nor moments, with decay and momentum from steps before; nor the count that
     AdamW corrects its bias by. Control: the smallest gradient moves them."""
     net = toy(dtype=dtype)
-    c = train.settings([f"--lora_rank={rank}", "--weight_decay=0.1"])
-    objective = train.OBJECTIVES["grpo"](net, c, None)
-    opt = (LoRA if rank else train.Masters)(net, c, objective.value)
+    _, _, opt = learner(net, lora_rank=rank, weight_decay=0.1)
 
     def state():
         moments = [x for each in opt.optimizer.state.values() for x in each.values()]
@@ -649,36 +602,28 @@ def test_a_step_without_a_gradient_changes_nothing(rank, dtype):
     assert step(1e-3) > 0 and not any(map(torch.equal, before[-3:], state()[-3:]))
 
 
-def test_idle_steps_are_counted_and_answers_shown(tmp_path, capsys, monkeypatch):
-    """Where nothing is rewarded; and the end shows a problem before and after, from both caches."""
+def test_idle_steps_are_counted_and_answers_shown(finished, tmp_path, capsys, monkeypatch):
+    """Where nothing is rewarded: said once after many steps in a row, and at the end, which calls
+    nothing the best and shows a problem before and after, from both caches."""
+    monkeypatch.setattr(run.report, "IDLE", 2)
     monkeypatch.setattr("data.tasks.reward", lambda problem, text: 0.0)
-    train_here(*FAST, "--distill_on=reward", f"--out_dir={tmp_path / 'out'}")
+    train_here("--distill_on=reward", f"--out_dir={tmp_path / 'out'}")
     said = capsys.readouterr().out
-    assert "in 4 of 4 steps the gradient was exactly 0" in said
+    assert "in 4 of 4 steps the gradient was exactly 0" in said and "nothing was learned" in said
+    assert said.count("2 steps in a row have changed nothing") == 1
+    assert "the form that the reward asks for, is the task too hard? For example:\n  >>> " in said
+    assert "none of them earned anything" in said
     assert re.search(r"the first held-out problem: Repeat .*\n  right answer .*\n"
                      r"  before, compressed .*\n  before, dense .*\n"
                      r"  after, compressed .*\n  after, dense  ", said)
-    a, b = (Transformer.from_pretrained(x) for x in (train.TINY, str(tmp_path / "out" / "model")))
+    a, b = (Transformer.from_pretrained(x) for x in (TINY, str(tmp_path / "out" / "model")))
     assert all(map(torch.equal, a.parameters(), b.parameters()))
-    monkeypatch.setattr("data.tasks.reward", share_of_digits)  # control
-    train_here(*FAST, f"--out_dir={tmp_path / 'other'}")
-    assert "exactly 0" not in capsys.readouterr().out
-
-
-def test_a_run_that_learns_nothing_says_so(tmp_path, capsys, monkeypatch):
-    """Once, after many steps in a row; and the end calls nothing the best."""
-    monkeypatch.setattr(train, "IDLE", 2)
-    monkeypatch.setattr("data.tasks.reward", lambda problem, text: 0.0)
-    train_here(*FAST, "--distill_on=reward", f"--out_dir={tmp_path / 'out'}")
-    said = capsys.readouterr().out
-    assert said.count("2 steps in a row have changed nothing") == 1
-    assert "the form that the reward asks for, is the task too hard? For example:\n  >>> " in said
-    assert "none of them earned anything" in said and "nothing was learned" in said
     monkeypatch.setattr("data.tasks.reward", lambda problem, text: 1.0)
-    train_here(*FAST, "--distill=0", f"--out_dir={tmp_path / 'easy'}")
+    train_here("--distill=0", "--steps=2", f"--out_dir={tmp_path / 'easy'}")
     said = capsys.readouterr().out
     assert "(1.000 on average now); is the task too easy? For example" in said
     assert "none of them earned" not in said
+    assert "exactly 0" not in finished[1]  # control
 
 
 @pytest.mark.parametrize("schedule, want", [
@@ -698,37 +643,36 @@ def test_the_learning_rate_of_each_step(schedule, want):
 def test_stop_strings(tmp_path, monkeypatch):
     """A response ends with the token that completes one: what stands behind is not rewarded,
     logged or learned from. Control: without."""
-    seen = []
+    seen, lengths, tokens = [], {}, {}
     monkeypatch.setattr("data.tasks.reward", lambda p, text: seen.append(text) or len(text) / 99)
-    lengths, logs = {}, {}
     for stop in ("", '["3", "5"]'):
         out = tmp_path / ("cut" if stop else "whole")
         seen.clear()
-        train_here(*FAST, f"--stop={stop}", f"--out_dir={out}")
-        logs[stop] = sum(row["tokens"] for row in read_log(out)[1])
+        train_here("--steps=2", "--eval_every=9", f"--stop={stop}", f"--out_dir={out}")
+        tokens[stop] = sum(row["tokens"] for row in read_log(out)[1])
         lengths[stop] = [*seen]
     cut, whole = lengths['["3", "5"]'], lengths[""]
     assert not any("3" in text or "5" in text for text in cut)
     assert any("3" in text or "5" in text for text in whole)
-    assert logs['["3", "5"]'] < logs[""]
+    assert tokens['["3", "5"]'] < tokens[""]
 
 
 def test_what_a_stop_string_cuts():
-    tok = Tokenizer(train.TINY)
-    net = Transformer.from_pretrained(train.TINY)
+    tok = Tokenizer(TINY)
+    net = Transformer.from_pretrained(TINY)
     ids = tok.encode("The code for coin is 4768.\nRepeat each word with its code: coin.\nAnswer:")
     r = generate(net, [ids], 2, 5, stop_ids=tok.stop_ids, evict="none")
-    (whole, same), = train.decode(tok, r, special=False)
+    (whole, same), = decode(tok, r, special=False)
     assert whole == " coin 4768"
-    cut = train.cut_at(tok, r, ("in 47",))                      # " coin", " ", "476", "8"
+    cut = cut_at(tok, r, ("in 47",))                      # " coin", " ", "476", "8"
     assert cut.lengths[0, 0] == 3 and cut.stopped.all() and r.tokens[0, 0, 3] != 0
     assert (cut.tokens[0, 0, 3:] == 0).all() and (cut.logp_roll[0, 0, 3:] == 0).all()
-    assert train.decode(tok, cut, special=False)[0][0] == " coin 476"
-    assert train.texts_of(tok, cut, ("in 47",))[0][0] == " co"
+    assert decode(tok, cut, special=False)[0][0] == " coin 476"
+    assert texts_of(tok, cut, ("in 47",))[0][0] == " co"
     assert torch.equal(cut.logp_roll[0, 0, :3], r.logp_roll[0, 0, :3])
     out = replay(net, cut)                                      # and replay is still exact
     assert (out["shadow"] - cut.logp_roll).abs().max() < 1e-5
-    none = train.cut_at(tok, r, ("lamp",))                      # control
+    none = cut_at(tok, r, ("lamp",))                      # control
     assert torch.equal(none.tokens, r.tokens) and torch.equal(none.lengths, r.lengths)
     for wrong in ('[""]', "[1]", "[", '["a", ""]'):
         with pytest.raises(ValueError, match="a text, or a JSON list of texts, none empty"):
@@ -759,7 +703,7 @@ def test_an_objective_says_which_settings_it_uses(monkeypatch):
     Mine.uses = ("clip",)
     assert train.settings(["--objective=mine", "--clip=0.1"]).clip == 0.1
     assert {key for objective in train.OBJECTIVES.values() for key in objective.uses} == {
-        *train.OF_OBJECTIVES}
+        *OF_OBJECTIVES}
 
 
 MINE = """
@@ -780,7 +724,7 @@ def test_what_is_your_own_comes_from_modules(tmp_path, monkeypatch, capsys):
     """A method, an objective and a task in another folder, without an edit; they are part of the
     run: another file is another run. What is none is refused in one line."""
     monkeypatch.chdir(tmp_path)
-    for table in train.TABLES.values():  # forgotten afterwards
+    for table in (EVICT, TASKS, train.OBJECTIVES):  # forgotten afterwards
         for name in ("knorm", "Mine", "task"):
             monkeypatch.setitem(table, f"own_things:{name}", None)
     (tmp_path / "own_things.py").write_text(MINE)
@@ -853,19 +797,25 @@ def test_a_loss_that_is_not_finite(name, tmp_path, monkeypatch):
     assert "\n" not in str(e.value)
 
 
-def test_what_is_not_finite_is_not_kept(model, tmp_path, monkeypatch):
-    """Neither weights nor numbers of the log. The control: after an update both are kept."""
-    c, objective, opt = learner(model)
-    rewards = some_rewards(4, 4)
-    train.update(model, opt, objective, sampled(model), rewards=rewards, c=c, lr=1e-9)
+def test_what_is_not_finite_is_not_kept(tmp_path, monkeypatch):
+    """Gradients, weights, numbers of the log. The control: after an update weights are kept."""
+    net = toy()
+    c, objective, opt = learner(net)
+    learn(net, opt, objective, sampled(net), rewards=some_rewards(4, 4), c=c, lr=1e-9)
     opt.state()
+    before = [m.detach().clone() for m in opt.masters]
+    for q in net.parameters():
+        q.grad = torch.full_like(q, torch.nan)
+    with pytest.raises(FloatingPointError, match="norm is nan"):
+        opt.step(1e-3, 1.0)
+    assert all(map(torch.equal, before, opt.masters))
     with torch.no_grad():
         opt.masters[-1][0] = torch.inf
     with pytest.raises(FloatingPointError, match="weights are no longer finite"):
         opt.state()
 
-    monkeypatch.setattr(train, "facts", lambda *_: dict(reward=float("nan"), tokens=1, truncated=0,
-                                                       equal=0))
+    wrong = dict(reward=float("nan"), tokens=1, truncated=0, equal=0)
+    monkeypatch.setattr(train, "facts", lambda *_: wrong)
     out = tmp_path / "out"
     with pytest.raises(SystemExit, match="reward is nan in step 0"):
         train_here(f"--out_dir={out}")
@@ -876,7 +826,7 @@ def test_what_is_not_finite_is_not_kept(model, tmp_path, monkeypatch):
 
 # rewards
 
-@pytest.mark.parametrize("value", [True, 1, 0.5, 0, False])
+@pytest.mark.parametrize("value", [True, 0.5, 0])
 def test_rewards_that_are_numbers(value, tmp_path, monkeypatch):
     """Of equal ones only the KL is left, which learns nothing from wrong responses."""
     out = str(tmp_path / "out")
@@ -888,8 +838,7 @@ def test_rewards_that_are_numbers(value, tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("value, say", [
-    (float("nan"), "got nan"), (float("inf"), "got inf"), (10**400, "finite number, got 1000"),
-    (1e39, "got 1e.39"), ("1", "got '1'"), (None, "got None"), (torch.ones(1), "got tensor"),
+    (float("nan"), "got nan"), (10**400, "finite number, got 1000"), (1e39, "got 1e.39"),
     (ZeroDivisionError("by\nzero"), "raised ZeroDivisionError: by zero")])
 def test_rewards_that_are_none(value, say, tmp_path, monkeypatch):
     """The run stops before the update, names the problem and keeps the checkpoint; also in an
@@ -919,57 +868,63 @@ def test_rewards_that_are_none(value, say, tmp_path, monkeypatch):
 def test_memory(tmp_path, monkeypatch):
     """Refused with the number that would fit, which then fits; of a machine with room for 40
     samples of the embedded model."""
-    net = Transformer.from_pretrained(train.TINY)
+    net = Transformer.from_pretrained(TINY)
     heads = net.config.n_layer * net.config.n_kv_head
     size = 4 * net.config.kv_bytes_per_token(net.dtype) + 5 * 4 * (3 + heads) + 4 * net.vocab_used
-    monkeypatch.setattr(train, "memory_of", lambda device: 40.5 * size)
+    monkeypatch.setattr(run.start, "memory_of", lambda device: 40.5 * size)
     for ask, say in (
             (["--prompts=11"], "prompts 11 is too much: 44 samples .* prompts 10 might fit"),
             (["--prompts=1", "--group=41"], "group 41 is too much: 41 .* group 40 might fit"),
             (["--eval_problems=50", "--eval_batch=41"], "eval_batch 41 .* eval_batch 40 might"),
             (["--eval_final=50", "--eval_batch=41"], "eval_batch 41 .* eval_batch 40 might")):
         with pytest.raises(ValueError, match=say):
-            train.check_memory(train.settings([*FAST, *ask]), net)
+            check_memory(train.settings([*FAST, *ask]), net)
     for ask in (["--prompts=10"], ["--prompts=1", "--group=40"], ["--eval_batch=40"],
                 ["--eval_batch=9999"]):  # four problems
-        train.check_memory(train.settings([*FAST, *ask]), net)
+        check_memory(train.settings([*FAST, *ask]), net)
 
 
 # evaluation
 
-def test_the_dense_arm_is_evaluated_under_both_caches(tmp_path, monkeypatch):
-    """By SnapKV with the settings' numbers: as the arm that evicts, before training."""
+def test_which_cache_judges_an_arm_without_eviction(tmp_path, monkeypatch):
+    """SnapKV with the settings' numbers, or the one that it is told: before training it is judged
+    like the arm that evicts so, to the last digit; with another cache it is not."""
     monkeypatch.setattr("data.tasks.reward", share_of_digits)
-    rows = {}
-    for evict in ("none", "snapkv"):
-        out = str(tmp_path / evict)
-        train_here(f"--evict={evict}", "--eval_final=16", "--steps=1", f"--out_dir={out}")
-        rows[evict] = read_log(out)[0][0]
-        kept = read_log(out)[1][0]
-        assert (kept["kv_kept"] == kept["kv_dense_shared"]) == (evict == "none")
-    assert rows["none"] == rows["snapkv"] and rows["none"]["eval_accept"] < 0.99
-    assert rows["none"]["eval_compressed"] != rows["none"]["eval_dense"]
+    asked = ["--response_budget=12", "--period=4", "--window=8", "--max_new_tokens=17",
+             "--eval_final=8", "--steps=1", "--eval_every=9"]
+    evals, kept = {}, {}
+    for name, more in dict(snapkv=["--evict=snapkv"], none=["--evict=none"], rkv=["--evict=rkv"],
+                           named=["--evict=none", "--eval_evict=rkv"]).items():
+        train_here(*asked, *more, f"--out_dir={tmp_path / name}")
+        rows, steps = read_log(tmp_path / name)
+        evals[name] = rows[0]
+        kept[name] = steps[0]["kv_kept"] == steps[0]["kv_dense_shared"]
+    assert kept == dict(snapkv=False, none=True, rkv=False, named=True)
+    assert evals["none"] == evals["snapkv"] and evals["named"] == evals["rkv"]
+    assert evals["rkv"]["eval_accept"] != evals["snapkv"]["eval_accept"] < 0.99  # control
+    assert evals["none"]["eval_compressed"] != evals["none"]["eval_dense"]
+    # the cache decides on the compressed one alone
+    assert len({row["eval_length_dense"] for row in evals.values()}) == 1
+    assert len({row["eval_length"] for row in evals.values()}) == 2
 
 
 def test_the_first_and_the_last_two_evaluations_are_the_precise_ones(tmp_path):
     """A file holds fewer problems than are asked for; a longer run evaluates on."""
-    def problems(*args):
-        train_here("--steps=5", "--eval_every=1", "--eval_final=6", f"--out_dir={out}", *args)
-        return {r["step"]: r["problems"] for r in read_log(out)[0]}
+    for steps, every, want in ((5, 2, {0: 6, 2: 4, 4: 6, 5: 6}), (2, 1, {0: 6, 1: 6, 2: 6}),
+                               (5, 1, {0: 6, 1: 4, 2: 4, 3: 4, 4: 6, 5: 6}), (2, 9, {0: 6, 2: 6})):
+        c = SimpleNamespace(steps=steps, eval_every=every, eval_final=6, eval_problems=4)
+        assert {step: problems_at(c, step) for step in want} == want
+    out, file = tmp_path / "out", write_problems(tmp_path / "p.jsonl", range(50))
+    ask = [f"--task={file}", "--eval_every=1", "--eval_final=6", f"--out_dir={out}"]
 
-    out = tmp_path / "out"
-    assert problems("--eval_every=2") == {0: 6, 2: 4, 4: 6, 5: 6}
-    assert problems("--overwrite=True", "--steps=2") == {0: 6, 1: 6, 2: 6}
-    assert problems("--resume=True") == {0: 6, 1: 6, 2: 6, 3: 4, 4: 6, 5: 6}  # what was, stays
-    assert problems("--overwrite=True", "--steps=2", "--eval_every=9") == {0: 6, 2: 6}
-    with open(out / "samples.txt") as f:
-        after = f.read().split("--- eval 2, dense cache\n")[1].split("---")[0]
-    assert after.count(">>>") == 6
-    with open(tmp_path / "p.jsonl", "w") as f:
-        for i in range(50):
-            f.write(json.dumps(dict(prompt=f"The code is {i}. What is it?", answer=i)) + "\n")
-    file = ["--overwrite=True", f"--task={tmp_path / 'p.jsonl'}"]
-    assert problems(*file, "--eval_every=2") == {0: 5, 2: 4, 4: 5, 5: 5}
+    def problems(*args):
+        train_here(*ask, *args)
+        return {row["step"]: row["problems"] for row in read_log(out)[0]}
+
+    assert problems("--steps=1") == {0: 5, 1: 5}
+    assert problems("--steps=3", "--resume=True") == {0: 5, 1: 5, 2: 5, 3: 5}
+    after = (out / "samples.txt").read_text().split("--- eval 3, dense cache\n")[1]
+    assert after.split("---")[0].count(">>>") == 5
 
 
 def test_every_seed_is_measured_on_the_same_problems(tmp_path, monkeypatch):
@@ -984,7 +939,7 @@ def test_every_seed_is_measured_on_the_same_problems(tmp_path, monkeypatch):
     (first, _), (same, _) = rows[0][0], rows[1][0]
     assert first == same and 0 < first["eval_dense"]
     assert rows[0][1][0]["gap"] != rows[1][1][0]["gap"]
-    tok = Tokenizer(os.path.join(ROOT, "data", "tiny"))
+    tok = Tokenizer(TINY)
     texts = {(split, seed): [p.text for p in Problems(
         "kv", tok, seed=seed, tokens=96, n_eval=4).get(split, range(4))[0]]
         for split in ("eval", "train") for seed in (0, 1)}
@@ -993,7 +948,7 @@ def test_every_seed_is_measured_on_the_same_problems(tmp_path, monkeypatch):
 
 def test_the_first_held_out_problem():
     """eval_first skips; what is trained on stays."""
-    tok = Tokenizer(os.path.join(ROOT, "data", "tiny"))
+    tok = Tokenizer(TINY)
 
     def texts(split, indices, **how):
         problems = Problems("kv", tok, seed=0, tokens=96, n_eval=4, **how)
@@ -1007,18 +962,17 @@ def test_the_first_held_out_problem():
 def test_evaluate(monkeypatch):
     """Greedy reward, and the overlap of both policies where keys are evicted, however many problems
     are decoded at once."""
-    folder = os.path.join(ROOT, "data", "tiny")
-    net, tok = Transformer.from_pretrained(folder), Tokenizer(folder)
+    net, tok = Transformer.from_pretrained(TINY), Tokenizer(TINY)
     problems = Problems("kv", tok, seed=0, tokens=96, n_eval=6)
     monkeypatch.setattr("data.tasks.reward", share_of_digits)
     c = train.settings(FAST)
-    e = train.eviction_of(c)
+    e = eviction_of(c)
     assert e == Eviction("snapkv", budget=24, window=16, sinks=2, pool=7)
-    got = train.evaluate(net, tok, problems, c, eviction=e, n=6)
+    got = evaluate(net, tok, problems, c, eviction=e, n=6)
 
     batch, ids = problems.get("eval", range(6))
     r = generate(net, ids, 1, 5, temperature=0.0, eviction=e, stop_ids=tok.stop_ids)
-    texts = [row[0] for row in train.decode(tok, r, special=False)]
+    texts = [row[0] for row in decode(tok, r, special=False)]
     with torch.no_grad():
         accept = replay(net, r, stats=True)["accept"][r.mask]
     assert got["reward"] == pytest.approx(sum(map(share_of_digits, batch, texts)) / 6)
@@ -1027,13 +981,13 @@ def test_evaluate(monkeypatch):
     assert got["accept_p05"] == pytest.approx(accept.quantile(0.05).item(), rel=1e-4)
 
     c.eval_batch = 4
-    again = train.evaluate(net, tok, problems, c, eviction=e, n=6)
+    again = evaluate(net, tok, problems, c, eviction=e, n=6)
     assert again.pop("samples") == got.pop("samples")
     assert again == pytest.approx(got, rel=1e-4)
-    dense = train.evaluate(net, tok, problems, c, eviction=Eviction("none"), n=6)
+    dense = evaluate(net, tok, problems, c, eviction=Eviction("none"), n=6)
     assert dense.keys() == {"reward", "length", "samples"} and dense["reward"] > 0
     few = Eviction("recent", budget=4, window=2, sinks=1)
-    narrow = train.evaluate(net, tok, problems, c, eviction=few, n=6)
+    narrow = evaluate(net, tok, problems, c, eviction=few, n=6)
     assert narrow["accept"] < got["accept"]  # control
 
 
@@ -1043,31 +997,15 @@ def test_which_compressed_cache_evaluates():
     keys = ["--budget=40", "--window=8", "--response_budget=12", "--period=4"]
     own, named = train.settings([*keys, "--evict=rkv"]), ["--evict=none", "--eval_evict=rkv"]
     same = dict(budget=40, window=8, sinks=2, pool=7, response_budget=12, period=4)
-    assert train.eviction_of_evaluation(own) == train.eviction_of(own) == Eviction("rkv", **same)
+    assert eviction_of_evaluation(own) == eviction_of(own) == Eviction("rkv", **same)
     dense = train.settings([*keys, *named])
-    assert train.eviction_of_evaluation(dense) == Eviction("rkv", **same)
-    assert train.eviction_of(dense).method == "none"
-    assert train.eviction_of(dense).response_budget is None
-    assert train.response_keys(dense) == dense.max_new_tokens - 1 == 16 == train.response_keys(own)
+    assert eviction_of_evaluation(dense) == Eviction("rkv", **same)
+    assert eviction_of(dense).method == "none"
+    assert eviction_of(dense).response_budget is None
+    assert response_keys(dense) == dense.max_new_tokens - 1 == 16 == response_keys(own)
     own.max_new_tokens = dense.max_new_tokens = 100
-    assert (train.response_keys(own), train.response_keys(dense)) == (16, 99)
-    assert train.eviction_of_evaluation(train.settings([*keys, "--evict=none"])).method == "snapkv"
-
-
-def test_dense_arm_under_the_named_cache(tmp_path):
-    """Before training an arm without eviction is judged like one with it, to the last digit; with
-    another cache it is not."""
-    asked = ["--response_budget=12", "--period=4", "--window=8", "--max_new_tokens=17",
-             "--steps=1"]
-    evals = []
-    for i, more in enumerate((["--evict=rkv"], ["--evict=none", "--eval_evict=rkv"],
-                              ["--evict=none"])):
-        train_here(*asked, *more, f"--out_dir={tmp_path / str(i)}")
-        evals.append(read_log(tmp_path / str(i))[0][0])
-    assert evals[0] == evals[1] and evals[0]["eval_accept"] < 1
-    assert evals[0]["eval_accept"] != evals[2]["eval_accept"]  # control
-    lengths = {e["eval_length_dense"] for e in evals}, {e["eval_length"] for e in evals}
-    assert len(lengths[0]) == 1 < len(lengths[1])  # the cache decides on the compressed one alone
+    assert (response_keys(own), response_keys(dense)) == (16, 99)
+    assert eviction_of_evaluation(train.settings([*keys, "--evict=none"])).method == "snapkv"
 
 
 # what is new: spreads of the budget, methods that somebody adds
@@ -1093,40 +1031,18 @@ def test_scores_that_are_not_finite_end_a_run_in_one_line(tmp_path, monkeypatch)
                             "nothing was saved")
 
 
-def test_pipes_are_refused(tmp_path):
+def test_pipes_are_refused(finished, tmp_path):
     """Where a file is read a pipe would be waited for."""
-    train_here("--steps=1", f"--out_dir={tmp_path / 'run'}")
     for name in ("ckpt.pt", "log.jsonl", "config.json"):
         out = tmp_path / name
-        shutil.copytree(tmp_path / "run", out)
+        shutil.copytree(finished[0], out)
         os.remove(out / name)
         os.mkfifo(out / name)
         if name != "config.json":  # which a resume writes and does not read
             with pytest.raises(SystemExit, match=f"error: resume: .*{name}.* is no regular file"):
-                train_here("--steps=1", "--resume=True", f"--out_dir={out}")
+                train_here("--resume=True", f"--out_dir={out}")
         with pytest.raises(SystemExit, match="holds .*which no run|holds another run"):
             train_here(f"--out_dir={out}")
-
-
-def test_a_million_layers(tmp_path):
-    """Refused before the first is made, with or without --dtype."""
-    shutil.copytree(train.TINY, tmp_path / "M")
-    config = json.loads((tmp_path / "M" / "config.json").read_text())
-    (tmp_path / "M" / "config.json").write_text(json.dumps(dict(config, num_hidden_layers=10**6)))
-    for dtype in ("auto", "float32"):
-        began = time.monotonic()
-        with pytest.raises(SystemExit, match="^error: .*config.json: num_hidden_layers must be a "
-                                             "positive integer below 10,000, got 1000000$"):
-            train_here(f"--model={tmp_path / 'M'}", f"--dtype={dtype}", f"--out_dir={tmp_path}/out")
-        assert time.monotonic() - began < 5  # it took 20 s and a gigabyte
-
-
-def test_long_lines_are_cut():
-    """Both ends of an error stay."""
-    with pytest.raises(SystemExit) as e, one_line_errors(ValueError):
-        raise ValueError("begin" + "x" * 9000 + "end")
-    assert len(str(e.value)) < 2100
-    assert str(e.value).startswith("error: beginx") and str(e.value).endswith("xend")
 
 
 # what a run writes into its folders, and what of it goes on
@@ -1135,56 +1051,22 @@ def contents(folder):
     return {path.name: path.read_bytes() for path in sorted(folder.iterdir())}
 
 
-def test_overwrite_removes_what_a_run_lists(finished, tmp_path):
-    """What somebody put beside a model stays; what the old model had and the new one has not goes;
-    a model that no list names is refused."""
-    out = tmp_path / "out"
-    shutil.copytree(finished[0], out)
-    ours = ("chat_template.jinja", "config.json", "model.safetensors")
-    for name in ("model", "best"):
-        folder, path = out / name, out / name / "run.json"
-        found = json.loads(path.read_text())
-        found["files"].insert(0, ours[0])  # as of a model with a template
-        path.write_text(json.dumps(found))
-        for file in ("mine.json", "mine.safetensors", "mine.jinja", ours[0]):
-            (folder / file).write_text("old")
-        (folder / "link.json").symlink_to(folder / "mine.json")
-    before = contents(out / "model")
-    train_here("--overwrite=True", "--steps=1", "--seed=1", f"--out_dir={out}")
-    for name in ("model", "best"):
-        after = contents(out / name)
-        assert before.keys() - after.keys() == {ours[0]}
-        assert all(after[x] == b"old" for x in after if x.startswith(("mine", "link")))
-    assert contents(out / "model")["model.safetensors"] != before["model.safetensors"]  # control
-    assert json.loads((out / "model" / "run.json").read_text())["step"] == 1
-    (out / "model" / "run.json").unlink()
-    with pytest.raises(SystemExit, match="holds model/config.json, which no run of this program"):
-        train_here("--overwrite=True", "--steps=1", f"--out_dir={out}")
-    assert read_checkpoint(out)["step"] == 1
-
-
 def test_what_a_run_reads_may_move(tmp_path, monkeypatch):
     """The folder of the model goes while the run lasts; resumed, it and the task file have other
     names. Another number of held-out problems is another run."""
     first, second, out = (tmp_path / x for x in ("M", "N", "out"))
     for folder in (first, second):
-        shutil.copytree(train.TINY, folder)
+        shutil.copytree(TINY, folder)
         (folder / "run.json").write_text("of the run that it comes from")
-    lines = "".join(json.dumps(dict(prompt=f"The code is {i}. What is it?", answer=str(i))) + "\n"
-                    for i in range(1000, 1020))
-    for name in "ab":
-        (tmp_path / f"{name}.jsonl").write_text(lines)
-    generate = train.generate
+    a, b = (write_problems(tmp_path / f"{name}.jsonl", range(1000, 1020)) for name in "ab")
 
-    def gone(*args, **kwargs):
+    def gone():
         shutil.rmtree(first, ignore_errors=True)
-        (tmp_path / "a.jsonl").unlink(missing_ok=True)
-        return generate(*args, **kwargs)
+        a.unlink(missing_ok=True)
 
     with monkeypatch.context() as patched:
-        patched.setattr(train, "generate", gone)
-        train_here(f"--model={first}", f"--task={tmp_path}/a.jsonl", "--steps=1",
-                   f"--out_dir={out}")
+        at_call(None, gone, patched.setattr)
+        train_here(f"--model={first}", f"--task={a}", "--steps=1", f"--out_dir={out}")
     assert not first.exists()
     saved, there = contents(out / "model"), contents(second)
     assert saved["tokenizer.json"] == there["tokenizer.json"]
@@ -1192,14 +1074,13 @@ def test_what_a_run_reads_may_move(tmp_path, monkeypatch):
     assert sorted(found["files"]) == sorted(saved) and found["step"] == 1
     assert found["reward"] == read_log(out)[0][-1]["eval_compressed"]
 
-    ask = [f"--model={second}", f"--task={tmp_path}/b.jsonl", "--resume=True", f"--out_dir={out}"]
-    with pytest.raises(SystemExit, match="resume: eval_problems was 4 .* now it is 3"):
-        train_here(*ask, "--eval_problems=3")
-    with pytest.raises(SystemExit, match="resume: eval_final was 4 .* now it is 3"):
-        train_here(*ask, "--eval_final=3")
+    ask = [f"--model={second}", f"--task={b}", "--resume=True", f"--out_dir={out}"]
+    for key in ("eval_problems", "eval_final"):
+        with pytest.raises(SystemExit, match=f"resume: {key} was 4 .* now it is 3"):
+            train_here(*ask, f"--{key}=3")
     train_here(*ask, "--steps=2", "--eval_batch=3")
     assert read_checkpoint(out)["step"] == 2
-    (tmp_path / "b.jsonl").write_text(lines + " ")
+    b.write_text(b.read_text() + " ")
     with pytest.raises(SystemExit, match="resume: task .* has other contents now"):  # control
         train_here(*ask, "--steps=3")
 
@@ -1218,17 +1099,16 @@ def test_what_best_holds(there, step, evals, want, tmp_path, capsys):
             (best / files[0]).touch()
         holds = 0 if there == "half" else there
         (best / "run.json").write_text(json.dumps(dict(step=holds, files=files)))
-    run = SimpleNamespace(step=step, path=tmp_path.joinpath,
+    run = SimpleNamespace(step=step, path=tmp_path.joinpath, config=SimpleNamespace(lora_rank=0),
                           memory=dict(best=dict(step=0), evals=[dict(step=i) for i in evals]))
-    train.check_best(run)
+    check_best(run)
     assert run.memory.get("best", {}).get("step") == want
     assert ("does not hold the model of step 0" in capsys.readouterr().out) == (want != 0)
 
 
 def test_models_come_back(finished, tmp_path, monkeypatch):
     """A run that was cut while it wrote a model: the list says so, the next one writes it."""
-    out = tmp_path / "out"
-    shutil.copytree(finished[0], out)
+    out = copy_of(finished[0], tmp_path)
     shutil.rmtree(out / "best")
 
     def fails(self, path):
@@ -1244,5 +1124,5 @@ def test_models_come_back(finished, tmp_path, monkeypatch):
     train_here("--resume=True", f"--out_dir={out}")
     assert contents(out / "model") == contents(Path(finished[0]) / "model")
     assert read_list(out / "best")[0] == 4  # step 4 is here, whatever was the best before
-    assert contents(out / "best")["model.safetensors"] == \
-        contents(out / "model")["model.safetensors"]
+    best, last = (contents(out / name)["model.safetensors"] for name in ("best", "model"))
+    assert best == last

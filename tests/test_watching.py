@@ -1,4 +1,4 @@
-"""What one watches of a run: columns of its log, texts of evaluations, a terminal's last line."""
+"""What one watches of a run: columns of its log, texts of evaluations, what stays on a terminal."""
 import fcntl
 import io
 import json
@@ -12,14 +12,17 @@ import termios
 import threading
 import time
 from statistics import median
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 import train
-from conftest import FAST, ROOT, Forked, share_of_digits, train_here
+from conftest import FAST, ROOT, Forked, at_call, share_of_digits, train_here
 from experiments import logs
-from support.run import LAST, one_line_errors, progress, say, tell
+from run.evaluate import side_by_side
+from run.report import facts, report, show
+from support.screen import LAST, one_line_errors, progress, say, tell, wide
 
 
 def rows_of(out):
@@ -58,21 +61,20 @@ def written(tmp_path_factory):
         patch.syspath_prepend(named)
         for i, more in enumerate(SETTINGS):
             out = tmp_path_factory.mktemp("columns") / str(i)
-            train_here(*more, "--steps=2", "--eval_every=9", f"--out_dir={out}")
+            train_here(*more, "--steps=1", "--eval_final=2", f"--out_dir={out}")
             for row in rows_of(out):
                 found[row["kind"]] |= row.keys()
         more, = (more for more in SETTINGS if any("named" in x for x in more))
         out = tmp_path_factory.mktemp("columns") / "again"
         for args in (["--steps=1"], ["--steps=2", "--resume=True"]):
-            train_here(*more, *args, "--eval_every=9", f"--out_dir={out}")
+            train_here(*more, *args, "--eval_final=2", "--eval_every=9", f"--out_dir={out}")
             with open(named / "named.py", "a") as f:
                 f.write("# another\n")
         for row in rows_of(out):
             found[row["kind"]] |= row.keys()
         found["eval"].add("changed")  # where an evaluation comes first: tests/test_rewards.py
-        rewards = torch.ones(1, 2).as_subclass(OnACard)
         patch.setattr(torch.cuda, "max_memory_allocated", lambda: 2e9)
-        found["step"] |= train.facts(Nothing, rewards, {}).keys()
+        found["step"] |= facts(Nothing, {}).keys()
     return found
 
 
@@ -81,8 +83,9 @@ class OnACard(torch.Tensor):
 
 
 class Nothing:
-    """What train.facts asks of a rollout."""
+    """What `facts` asks of a rollout."""
     stopped, lengths, kv = torch.ones(1, 2), torch.ones(1, 2), {}
+    rewards = torch.ones(1, 2).as_subclass(OnACard)
 
 
 def test_every_column_is_documented(written):
@@ -129,7 +132,7 @@ def test_long_questions_are_cut():
     class problem:
         text, answer = "facts\n" + "x" * 600 + "\n \n", "7"
 
-    found = train.side_by_side([(problem, "a", 0.5)] * 6, [(problem, "b", 1.0)] * 6)
+    found = side_by_side([(problem, "a", 0.5)] * 6, [(problem, "b", 1.0)] * 6)
     assert len(found) == 4 and found[0] == dict(
         question="x" * 500, answer="7", compressed="a", reward_compressed=0.5, dense="b",
         reward_dense=1.0)
@@ -152,8 +155,7 @@ def test_step_rows_of_an_empty_rollout(tmp_path):
     """A DPO step whose groups all earned the same learns nothing, and says what others say."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("data.tasks.reward", lambda problem, text: 1.0)
-        train_here(os.path.join(ROOT, "config", "dpo.py"), "--steps=1", "--eval_every=9",
-                   f"--out_dir={tmp_path / 'out'}")
+        train_here("--objective=dpo", "--steps=1", f"--out_dir={tmp_path / 'out'}")
     row, = [row for row in rows_of(tmp_path / "out") if row["kind"] == "step"]
     assert row["pairs"] == 0 and row["lr"] > 0 and row["length"] > 0 and row["tokens_per_s"] > 0
 
@@ -208,15 +210,15 @@ class Terminal:
         os.close(self.master)
 
     def screen(self):
-        """Its lines, each as wide as it was written, the last one where the cursor is."""
+        """Its lines as a screen of this width shows them, the last one where the cursor is."""
         lines, line, at = [], [], 0
         for c in self.data.decode():
-            if c == "\n":
+            if c == "\n" or at == self.width:
                 lines.append("".join(line).rstrip())
                 line, at = [], 0
-            elif c == "\r":
+            if c == "\r":
                 at = 0
-            else:
+            elif c != "\n":
                 assert c.isprintable()
                 line[at:at + 1] = c
                 at += 1
@@ -232,79 +234,136 @@ def terminal():
     LAST.leave()
 
 
-STEP = "step   12 | reward 0.168 | loss +0.0081 kl 0.0808 | gap 5.0e-07 max 2.8e-05 | accept 0.758"
+ROW = dict(reward=0.168, loss=0.0081, kl=0.0808, gap=5e-7, gap_max=2.8e-5, accept=0.758,
+           accept_p05=0.02, entropy=0.5, clip_frac=0.0, truncated=0.8, equal=0.9, grad_norm=0.1,
+           rollout_s=0.5, learn_s=1.2)
+STEP = show(dict(ROW, step=12))
+SHORT = "step   12 | reward 0.168 | gap 5.0e-07 | accept 0.758 | kl 0.0808 | eta 3.1 min"
+
+
+@pytest.mark.parametrize("steps, every", [(4, 1), (40, 2), (60, 3), (200, 10), (2000, 10)])
+def test_steps_that_stay_on_a_terminal(steps, every, terminal, monkeypatch):
+    """About 20 of a run, more where it is long, each on one line of 80 columns with what tells
+    most; the last one too. The others are replaced. Control: without any that stays."""
+    monkeypatch.setattr(sys, "stdout", terminal.stream)
+    told, memory = [], {}
+    for step in range(min(steps, 40)):
+        run = SimpleNamespace(step=step, log=lambda kind, row: told.append(row), memory=memory,
+                              minutes_left=lambda: 3.1)
+        config = SimpleNamespace(steps=steps, save_every=10**6)
+        rollout = SimpleNamespace(kv={}, prompts=[[]], select=None)
+        if step not in (0, steps - 1):  # there are samples then
+            say(f"step {step}: rollout")
+            report(SimpleNamespace(run=run, config=config), None, rollout, dict(ROW, step=step))
+    progress(STEP, end="eta 3.1 min", stays=False)
+    tell("a fact")
+    terminal.close()
+    *lines, fact, cursor = terminal.screen()
+    want = [step for step in range(1, min(steps - 1, 40)) if step % every == 0]
+    assert lines == [SHORT.replace("step   12", f"step {step:4d}") for step in want]
+    assert (fact, cursor) == ("a fact", "") and len(told) == min(steps - 2, 39)
+    assert all(len(line) <= 79 for line in lines)
 
 
 @pytest.mark.parametrize("errors", ["terminal", "file"])
-def test_a_terminal_has_one_line_for_steps(terminal, errors, monkeypatch):
+def test_other_steps_share_a_line(terminal, errors, monkeypatch):
     """They replace each other, with what goes on now; facts stay. Whatever errors lead to."""
     there = terminal.stream if errors == "terminal" else io.StringIO()
     monkeypatch.setattr(sys, "stdout", terminal.stream)
     monkeypatch.setattr(sys, "stderr", there)
     tell("a fact")
     say("step 12: rollout")
-    progress(STEP, end="eta 3.1 min")
+    progress(STEP, end="eta 3.1 min", stays=False)
     say("update 1/1, micro-batch 1/2")
     say("eval")
     tell("eval   13 | held-out reward")
     say("step 13: rollout")
-    progress(STEP.replace("12", "13"), end="eta 3.0 min")
+    progress(STEP.replace("12", "13"), end="eta 3.1 min", stays=False)
     LAST.leave()
     tell("error: x", there)
     terminal.close()
     lines = terminal.screen()
-    assert lines[:2] == ["a fact", "eval   13 | held-out reward"]
-    assert lines[2] == (STEP.replace("12", "13")[:79 - 14] + " | eta 3.0 min")
+    assert lines[:3] == ["a fact", "eval   13 | held-out reward", SHORT.replace("12", "13")]
     if errors == "terminal":
         assert lines[3:] == ["error: x", ""]
     else:
         assert lines[3:] == [""] and there.getvalue() == "error: x\n"
     written = terminal.data.decode()
-    assert "| eta 3.1 min | update 1/1, micro-batch 1/2\r" in written
+    assert "step   12 | reward 0.168 | eta 3.1 min | update 1/1, micro-batch 1/2" in written
     assert written.count("step   12 | rew") == 4  # alone, twice with what goes on, after the fact
-    assert all(len(part) <= 79 for part in re.split("[\r\n]+", written))
 
 
-def test_a_terminal_that_becomes_narrow(terminal, monkeypatch):
+@pytest.mark.parametrize("width", [80, 40, 12, 300])
+def test_a_terminal_of_another_width(width, terminal, monkeypatch):
+    """Whole columns are left out, nothing is wrapped; letters of some scripts take two. Control: a
+    line that is told is wrapped."""
     monkeypatch.setattr(sys, "stdout", terminal.stream)
-    for width in (80, 40, 12, 200):
-        terminal.resize(width)
-        before = len(terminal.data)
-        progress(STEP, end="eta 3.1 min")
-        say("update 1/1, micro-batch 1/2")
-        time.sleep(0.05)
-        drawn = terminal.data[before:].decode().split("\r")[1:]
-        assert [len(part) for part in drawn] == [width - 1] * 2
-        assert drawn[0].startswith("step   12"[:(width - 1) // 3])
-    assert drawn[1].rstrip() == f"{STEP} | eta 3.1 min | update 1/1, micro-batch 1/2"
+    terminal.resize(width)
+    terminal.width = width
+    progress(STEP, end="eta 3.1 min", stays=False)
+    say("update 1/1, micro-batch 1/2")
+    time.sleep(0.05)
+    drawn = terminal.data.decode().split("\r")[1:]
+    assert [len(part) for part in drawn] == [width - 1] * 2
+    assert drawn[0].startswith("step   12"[:width - 1])
+    columns = f"{STEP} | eta 3.1 min | update 1/1, micro-batch 1/2".split(" | ")
+    if width >= 80:
+        assert set(drawn[1].strip().split(" | ")) <= set(columns)
+    if width == 300:
+        assert drawn[1].rstrip() == " | ".join(columns)
+    say("日" * 200)
+    assert wide(LAST.line(width - 1)) <= width - 1
     tell("")
+    assert terminal.stream.write("x" * (width + 1))
     terminal.close()
-    assert terminal.screen() == ["", ""]
+    assert terminal.screen() == ["", "x" * width, "x"]
 
 
 def test_elsewhere_lines_are_plain(terminal, monkeypatch):
-    """A pipe or a file gets what it always got, whatever goes on beside it on errors."""
+    """A pipe or a file gets each step, whatever goes on beside it on errors."""
     file = io.StringIO()
     monkeypatch.setattr(sys, "stdout", file)
     for errors in (io.StringIO(), terminal.stream):
         monkeypatch.setattr(sys, "stderr", errors)
         say("step 12: rollout")
-        progress(STEP, end="eta 3.1 min")
+        progress(STEP, end="eta 3.1 min", stays=False)
     assert file.getvalue() == 2 * f"{STEP} | eta 3.1 min\n"
     terminal.close()
     assert terminal.screen() == [""] and b"step 12: rollout" in terminal.data
     pretends = io.StringIO()  # the control
     pretends.isatty = lambda: True
     monkeypatch.setattr(sys, "stdout", pretends)
-    progress(STEP, end="eta 3.1 min")
-    assert pretends.getvalue() == f"\r{STEP[:65]} | eta 3.1 min"
+    progress(STEP, end="eta 3.1 min", stays=False)
+    assert pretends.getvalue() == f"\r{SHORT}"
 
 
-def test_an_error_leaves_the_terminal_alone():
-    """Its control characters are shown, not obeyed; letters of any script stay."""
-    with pytest.raises(SystemExit) as e, one_line_errors(ValueError):
-        raise ValueError("a\x1b[2J\x07\r\nb é 日")
-    assert str(e.value) == r"error: a\x1b[2J\x07 b é 日"
+def test_control_characters_are_shown_not_obeyed(terminal, monkeypatch):
+    """Whoever wrote them: in lines, in steps, in what goes on and in errors; letters of any script
+    stay, and in a line breaks and tabs."""
+    monkeypatch.setattr(sys, "stdout", terminal.stream)
+    wrong = "a\x1b]0;title\x07b\x9b2Jc\rd\x7f"
+    right = r"a\x1b]0;title\x07b\x9b2Jc\rd\x7f"
+    say(wrong)
+    progress(f"step 1 | {wrong}", end=wrong)
+    say("e \u00e9\u3042\n\x1b[2J")
+    tell(f"{wrong}\n\te\u3042\u00e9\u00a0")
+    LAST.leave()
+    terminal.close()
+    said = terminal.data.decode().replace("\r\n", "\n")
+    assert "\x1b" not in said and "\x07" not in said and "\x9b" not in said
+    assert "e \u00e9\u3042 \\x1b[2J" in said
+    assert said.endswith(f"{right}\n\te\u3042\u00e9\u00a0\n")
+    once = right.replace("c\\rd", "c d")  # a step is one line
+    assert f"step 1 | {once} | {once}" in said
+    monkeypatch.setattr(sys, "stdout", io.StringIO())
+    progress(wrong, end="x")
+    assert sys.stdout.getvalue() == f"{once} | x\n"
+    for text, says in (("a\x1b[2J\x07\r\nb é 日", r"error: a\x1b[2J\x07 b é 日"),
+                       ("begin" + "x" * 9000 + "end", "error: beginx+ [.]{3} x+end")):
+        with pytest.raises(SystemExit) as e, one_line_errors(ValueError):
+            raise ValueError(text)
+        assert str(e.value) == says or re.fullmatch(says, str(e.value))
+        assert len(str(e.value)) < 2100  # both ends of a long one stay
 
 
 @pytest.mark.parametrize("e", [ValueError("x"), KeyboardInterrupt(), RuntimeError("x")])
@@ -320,34 +379,27 @@ def test_what_ends_a_program_begins_on_a_fresh_line(e, terminal, monkeypatch):
 
 def interrupted(signals, *args):
     """train.main, with signals in its second rollout, after two batches of evaluation."""
-    calls, generate = [], train.generate
-
-    def cut(*args, **kwargs):
-        calls.append(1)
-        if len(calls) == 4:
-            for _ in range(signals):
-                signal.raise_signal(signal.SIGINT)
-        return generate(*args, **kwargs)
-
-    train.generate = cut  # of a process of its own
+    at_call(4, lambda: [signal.raise_signal(signal.SIGINT) for _ in range(signals)])
     train.main([*FAST, *args])
 
 
 def test_a_run_on_a_terminal(finished, tmp_path):
-    """Facts and evaluations are the lines that a pipe gets, steps take one; Ctrl-C lets the run
-    save and ends on a fresh line, a second one at once."""
-    facts = [line for line in finished[1].splitlines() if not line.startswith("step ")]
-    out = str(tmp_path / "out")
-    terminal = Terminal(300)
+    """The lines that a pipe gets, but for the clock; Ctrl-C lets the run save and ends on a fresh
+    line, a second one at once."""
+    def without_clock(line):
+        return re.sub(r"\| \d+\.\d\+.*", "", line)
+
+    out, terminal = str(tmp_path / "out"), Terminal(300)
     assert Forked(terminal.name, train.main, [*FAST, f"--out_dir={out}"]).wait() == 0
     terminal.close()
-    lines = terminal.screen()
-    assert lines == [*(line.replace(finished[0], out) for line in facts), ""]
-    drawn = [part for part in terminal.data.decode().split("\r") if part.startswith("step    3 |")]
-    assert any(part.rstrip().endswith("eval (dense cache) 0/4") for part in drawn)
+    *lines, cursor = map(without_clock, terminal.screen())
+    want = [without_clock(line.replace(finished[0], out)) for line in finished[1].splitlines()]
+    assert lines == want and cursor == "" and sum(line.startswith("step ") for line in want) == 4
+    assert "eval (dense cache) 0/4" in terminal.data.decode()
 
     for signals in (1, 2):
         terminal, out = Terminal(40), str(tmp_path / f"cut{signals}")
+        terminal.width = 300
         assert Forked(terminal.name, interrupted, signals, f"--out_dir={out}").wait() == 130
         terminal.close()
         *lines, cursor = terminal.screen()

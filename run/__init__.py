@@ -1,0 +1,1 @@
+"""What surrounds the loop of train.py: checks and set-up, evaluation, reports, the dry run."""

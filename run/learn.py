@@ -1,0 +1,101 @@
+"""What an update is made of: micro-batches, scores of a whole rollout, the numbers of the log."""
+import torch
+
+from grpo import replay
+from run.settings import policies_of
+from support import parallel
+from support.screen import say
+
+
+def micro_batches(rollout, copies, limit, share=False):
+    """Indices of the prompts of each micro-batch: as many groups as fit into `limit` packed rows,
+    at least one. copies: of each response, one per policy. share: only this rank's prompts."""
+    parts = []
+    used = 0
+    n = len(rollout.prompts)
+    rows = (rollout.lengths - 1).sum(1).tolist()
+    for b in parallel.share(n) if share else range(n):
+        size = len(rollout.prompts[b]) + copies * rows[b]
+        if not parts or used + size > limit:
+            parts.append([])
+            used = 0
+        parts[-1].append(b)
+        used += size
+    return parts
+
+
+def score(net, objective, config, rollout, model=None):
+    """What replay returns for the learner's policy of net, or of another model, of a whole rollout
+    and of all ranks, without gradients."""
+    say("scoring")
+    value = None if model else objective.value
+    copies = len(policies_of(config))
+    outs = []
+    for indices in micro_batches(rollout, copies, config.micro_rows, share=True):
+        part = rollout.select(indices)
+        with torch.no_grad():
+            outs.append(replay(model or net, part, (config.learner,), value=value))
+    outs = sum(parallel.gather(outs), [])
+    return {name: torch.cat([out[name] for out in outs]) for name in outs[0]}
+
+
+class Metrics:
+    """Numbers of one optimizer step: sums over micro-batches, and numbers of single tokens."""
+
+    def __init__(self, **sums):
+        self.sums = sums
+        self.parts = {}
+
+    def add(self, **numbers):
+        for name, x in numbers.items():
+            self.sums[name] = self.sums.get(name, 0.0) + x
+
+    def collect(self, mask, **tensors):
+        """Keep the entries of each tensor where mask is True."""
+        for name, x in tensors.items():
+            self.parts.setdefault(name, []).append(x[mask])
+
+    @classmethod
+    def together(cls, several):
+        """Of several, what one of them had, had it been told everything."""
+        whole = cls()
+        for metrics in several:
+            whole.add(**metrics.sums)
+            for name, parts in metrics.parts.items():
+                whole.parts.setdefault(name, []).extend(parts)
+        return whole
+
+    def tokens(self, name):
+        """All that was collected under this name, (n,) fp32."""
+        return torch.cat(self.parts[name]).float()
+
+
+def summary(done):
+    """Metrics of a rollout's updates -> numbers for the log: those of the first update, but those
+    of the ratio, which in it is mostly 1 by definition, are the last one's."""
+    first = done[0]
+    last = done[-1].sums
+    log = dict(first.sums)
+    of_the_ratio = ("clip_frac", "ratio", "kl_old")
+    log.update({name: last[name] for name in of_the_ratio if name in last})
+    gap = first.tokens("gap")
+    log.update(gap=gap.mean().item(), gap_max=gap.max().item(),
+               entropy=first.tokens("entropy").mean().item())
+    if "accept" in first.parts:
+        log.update(overlap(first.tokens("accept")))
+    return log
+
+
+def overlap(accept):
+    """accept (n,), the overlap of both policies by token -> its numbers for the log"""
+    return dict(accept=accept.mean().item(), accept_p05=quantile(accept, 0.05).item())
+
+
+def quantile(x, q):
+    """x (n,) -> the q-quantile, between two numbers in proportion, of any n: torch's own refuses
+    more than 2^24."""
+    x = x.sort().values
+    at = q * (len(x) - 1)
+    low = int(at)
+    high = min(low + 1, len(x) - 1)
+    return torch.lerp(x[low], x[high], at - low)

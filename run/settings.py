@@ -1,0 +1,203 @@
+"""
+What the settings of train.py may be, and what of the method follows from them.
+
+The idea. Whatever can be known before a model is loaded is checked here, each complaint one line
+that names the setting. The defaults and the objectives are handed in.
+"""
+import os
+
+from data.files import check_files, files_of, is_file
+from data.rewards import check_reward
+from data.tasks import TASKS, stop_strings
+from grpo import CORRECTIONS, NORMS
+from kvcache import EVICT, POOL, SPREAD, Eviction
+from support.checkpoint import fingerprint
+from support.configurator import check_ranges
+from support.jsonfile import shown
+from support.lora import check_lora
+from support.own import find_own, is_own
+from support.tracker import TRACKERS, check_tracker
+
+CHOICES = dict(
+    spread=list(SPREAD), learner=["shadow", "dense"],
+    distill_to=["dense", "shadow"], distill_by=["kl", "one_sided"],
+    distill_on=["all", "reward"], teacher=["other", "initial"], pool_by=list(POOL),
+    correction=["none", *CORRECTIONS], ratio_to=["learner", "sampler"],
+    norm=list(NORMS), dtype=["auto", "float32", "bfloat16"],
+    lr_schedule=["constant", "linear", "cosine"], tracker=["none", *TRACKERS])
+CUTS = "it cuts the support the learner scores, so every ratio would be biased"
+REFUSED = dict(top_p=CUTS, top_k=CUTS, min_p=CUTS)
+MANY = 10**9
+# Eviction says more on budget, window and sinks, an objective on group
+RANGES = dict(
+    prompts=(1, 10**6), group=(1, 10**6), prompt_tokens=(1, MANY),
+    max_new_tokens=(1, MANY), period=(1, MANY), updates=(1, 1000),
+    micro_rows=(1, MANY), steps=(1, MANY), eval_every=(1, MANY),
+    eval_problems=(1, 10**6), eval_final=(1, 10**6),
+    eval_batch=(1, 10**6), eval_first=(0, MANY), save_every=(1, MANY), warmup=(0, MANY),
+    budget=(0, MANY), window=(0, MANY), sinks=(0, MANY), response_budget=(0, MANY),
+    temperature=(1e-2, 100), ref_kl=(0, 100), distill=(0, 100), clip=(0, 1),
+    clip_high=(0, 100), lr=(1e-12, 1), lr_end=(0, 1), gamma=(0, 1), lam=(0, 1),
+    value_coef=(0, 100), beta=(1e-6, 100), beta2=(0, 0.9999), weight_decay=(0, 1),
+    grad_clip=(1e-6, 1e6), seed=(0, 2**40), shots=(0, 1000), lora_rank=(0, 10**6),
+    lora_alpha=(1e-6, 1e6))
+# settings that mean something to some objectives only; a class names those that it uses
+OF_OBJECTIVES = ("correction", "ratio_to", "ref_kl", "norm", "clip", "clip_high",
+                 "updates", "gamma", "lam", "value_coef", "beta")
+MAY_CHANGE = {  # on resume; the last three because a run may end for want of memory
+    "resume", "overwrite", "dry_run", "tracker", "out_dir", "device", "steps",
+    "eval_every", "save_every", "eval_batch", "micro_rows", "checkpointing"}
+
+
+def check_settings(config, defaults, objectives):
+    """Raise ValueError for what can be known to be wrong before a model is loaded. What settings
+    name as module:name is entered into EVICT, TASKS and objectives."""
+    check_ranges(config, RANGES)
+    bring_in(config, objectives)
+    eviction_of(config)  # checks itself
+    check_objective(config, defaults, objectives)
+    task = config.task
+    known = task in TASKS or is_file(task)
+    if not known and (os.path.exists(task) or "." in task):
+        raise ValueError(f"task {shown(task)}: a file must end in .jsonl")
+    if not known:
+        raise ValueError(f"unknown task {shown(task)}: one of {', '.join(TASKS)}, a "
+                         ".jsonl file, or gsm8k:FOLDER")
+    stop_strings(config.stop)
+    check_files(config)
+    check_reward(config.reward)
+    check_lora(config, defaults)
+    if not config.out_dir:
+        raise ValueError("out_dir is empty")
+    check_tracker(config.tracker)
+    if config.lr_end and config.lr_schedule == "constant":
+        raise ValueError(f"lr_end={config.lr_end}: lr_schedule=constant goes nowhere; "
+                         "it takes linear or cosine")
+    how = (config.distill_by, config.teacher)
+    if config.distill and how == ("one_sided", "initial"):
+        raise ValueError("distill_by=one_sided compares the two policies of one "
+                         "model: it takes teacher=other")
+
+
+def tables_of(objectives):
+    """{setting: the table in which its name is looked up}; module:name brings one's own in."""
+    return dict(evict=EVICT, eval_evict=EVICT, objective=objectives, task=TASKS)
+
+
+def bring_in(config, objectives):
+    """Enter what settings name as module:name into their tables. Raises ValueError for a name that
+    is in no table, and for what cannot be what it is named as."""
+    for key, table in tables_of(objectives).items():
+        name = getattr(config, key)
+        if key in brought_in(config):
+            table[name] = own_thing(name, key)
+        known = [each for each in table if key != "eval_evict" or each != "none"]
+        if key == "eval_evict":
+            known.insert(0, "auto")
+        if key != "task" and name not in known:
+            raise ValueError(f"{key} must be one of {', '.join(known)}, or "
+                             f"module:name, got {shown(name)}")
+
+
+def own_thing(name, key):
+    """What the setting `key` names as module:name. Raises ValueError for what it cannot be."""
+    found, _ = find_own(name, key)
+    if key != "task" and not callable(found):
+        raise ValueError(f"{key} {name}: must be callable, it is {found!r:.80}")
+    if key == "task" and not (isinstance(found, tuple) and len(found) == 2
+                              and all(map(callable, found))):
+        raise ValueError(f"task {name}: must be a pair of two functions, what makes a "
+                         f"problem and what judges a text, it is {found!r:.80}")
+    return found
+
+
+def brought_in(config):
+    """The settings that name something of one's own."""
+    return [key for key in tables_of(None) if is_own(getattr(config, key))
+            and not (key == "task" and is_file(config.task))]
+
+
+def check_objective(config, defaults, objectives):
+    """Raise ValueError for a setting that the objective does not use: its class names those that it
+    does (`uses`). Whatever else it has to say, its `check` says."""
+    objective = objectives[config.objective]
+    uses = getattr(objective, "uses", ())
+    for key in OF_OBJECTIVES:
+        value = getattr(config, key)
+        if key not in uses and value != defaults[key]:
+            known = ", ".join(uses) or "none of such settings"
+            raise ValueError(f"{key}={value}: objective={config.objective} does not "
+                             f"use it; it uses {known}")
+    if hasattr(objective, "check"):
+        objective.check(config)
+
+
+# what follows from them
+
+def eviction_of(config, method=None):
+    """The settings that say which keys a rollout keeps."""
+    method = method or config.evict
+    responses = None if method == "none" else config.response_budget or None
+    return Eviction(
+        method=method, budget=config.budget, window=config.window, sinks=config.sinks,
+        pool=config.pool, pool_by=config.pool_by, response_budget=responses,
+        period=config.period, spread=config.spread)
+
+
+def eviction_of_evaluation(config):
+    """Those of the held-out evaluation with a compressed cache, which is one for all arms that are
+    to be compared: the method may be named for those that train without eviction."""
+    if config.eval_evict != "auto":
+        return eviction_of(config, config.eval_evict)
+    return eviction_of(config, "snapkv" if config.evict == "none" else config.evict)
+
+
+def policies_of(config):
+    """The policies that the learner scores."""
+    policies = [config.learner]
+    others = config.teacher == "other" or config.distill_to not in policies
+    if config.distill and others:
+        # in front: replay gives entropy and values of the last
+        policies.insert(0, "dense" if config.learner == "shadow" else "shadow")
+    return tuple(policies)
+
+
+def needs_initial(config):
+    """Whether the model as it was before training is needed throughout."""
+    return (config.lora_rank > 0 or config.objective == "dpo" or config.ref_kl > 0
+            or (config.distill > 0 and config.teacher == "initial"))
+
+
+def response_keys(config):
+    """Most keys of a response that are held at once, per layer and KV head."""
+    own = config.max_new_tokens - 1
+    if config.evict == "none" or not config.response_budget:
+        return own
+    return min(own, config.response_budget + config.period)
+
+
+def problems_at(config, step):
+    """How many held-out problems the evaluation at a step is asked for. The one before the first
+    step and the last two, whose mean is the result of a run, are the precise ones."""
+    one_before_last = (config.steps - 1) // config.eval_every * config.eval_every
+    if step == 0 or step >= one_before_last:
+        return config.eval_final
+    return config.eval_problems
+
+
+def identity_of(config, folder):
+    """{setting: fingerprint of the files that it names}: what they hold is part of a run. The
+    weights that it starts from are so only where they are needed again."""
+    names = ["config.json", "generation_config.json", "tokenizer.json",
+             "tokenizer_config.json", "chat_template.jinja"]
+    if needs_initial(config):
+        there = sorted(os.listdir(folder))
+        names += [name for name in there if name.endswith(".safetensors")]
+    found = dict(model=fingerprint(*(os.path.join(folder, name) for name in names)))
+    for key, paths in files_of(config.task, config.eval_task).items():
+        found[key] = fingerprint(*paths)
+    if config.template_file:
+        found["template_file"] = fingerprint(config.template_file)
+    for key in brought_in(config):
+        found[key] = fingerprint(find_own(getattr(config, key), key)[1])
+    return found
