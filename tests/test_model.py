@@ -13,6 +13,7 @@ import torch
 import torch.nn.functional as F
 
 import model as model_file
+from fast import residual
 from model import Config, RMSNorm, Transformer, find_checkpoint, rope_frequencies, rotate_one
 from support.checkpoint import UNFINISHED
 
@@ -836,7 +837,7 @@ def test_mlp_in_slices(tmp_path, name, monkeypatch):
     whole = go()
     with torch.no_grad():
         assert same(go(), whole[:1])
-        monkeypatch.setattr(model_file, "MLP_ROWS", 8)
+        monkeypatch.setattr(residual, "ROWS", 8)
         assert len(IDS) > 4 * 8 and same(go(), whole[:1])
     # with gradients slices are 8 times as long
     assert same(go(checkpointing=True), whole)
@@ -855,11 +856,11 @@ def test_residual_stream_is_written_in_place_only_without_gradients():
         linear = torch.nn.Linear(4, 3, bias=bias)
         x = torch.randn(5, 3)
         before = x.clone()
-        loud = model_file.add_product(x, y, linear)
+        loud = x + residual.Product(linear, y)
         torch.testing.assert_close(loud, before + linear(y))
         assert torch.equal(x, before) and loud.requires_grad
         with torch.no_grad():
-            quiet = model_file.add_product(x, y, linear)
+            quiet = x + residual.Product(linear, y)
         assert torch.equal(quiet, loud) and (quiet.data_ptr() == x.data_ptr()) == (not bias)
         assert torch.equal(x, before) == bias
 
