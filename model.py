@@ -46,7 +46,7 @@ def rms_norm(x, weight, eps):
     """x (..., C), weight (C,) -> weight * x / sqrt(mean(x^2) + eps).
 
     Normalised in fp32, cast, then scaled: the order the checkpoints were trained with."""
-    scale = torch.rsqrt(widen(x).pow(2).mean(-1, keepdim=True) + eps)   # (..., 1)
+    scale = torch.rsqrt(widen(x).pow(2).mean(-1, keepdim=True) + eps)  # (..., 1)
     return weight * (widen(x) * scale).to(x.dtype)
 
 
@@ -54,7 +54,7 @@ def rope_frequencies(config):
     """Radians per position of each rotated pair, (hs/2,) fp32. The rope_type "llama3" stretches
     slow pairs."""
     rope = config.rope
-    channel = torch.arange(0, config.head_size, 2, dtype=torch.int64)   # (hs/2,)
+    channel = torch.arange(0, config.head_size, 2, dtype=torch.int64)  # (hs/2,)
     freq = rope["rope_theta"] ** -(channel.float() / config.head_size)
     if rope["rope_type"] == "default":
         return freq
@@ -75,8 +75,8 @@ def rotate(q, k, cos, sin):
 
 def rotate_one(x, cos, sin):
     """x (N, heads, hs): channel i pairs with i + hs/2, as checkpoints on the hub have it."""
-    a, b = widen(x).chunk(2, dim=-1)                                    # (N, heads, hs/2)
-    cos, sin = cos[:, None], sin[:, None]                               # (N, 1, hs/2)
+    a, b = widen(x).chunk(2, dim=-1)                            # (N, heads, hs/2)
+    cos, sin = cos[:, None], sin[:, None]                       # (N, 1, hs/2)
     return torch.cat((a * cos - b * sin, b * cos + a * sin), dim=-1).to(x.dtype)
 
 
@@ -84,7 +84,7 @@ def swiglu(x):
     """x (N, 2 M), gate and up side by side -> silu(gate) * up (N, M)."""
     if kernels(x):
         return fused.swiglu(x)
-    gate, up = x.chunk(2, dim=-1)                                       # (N, M)
+    gate, up = x.chunk(2, dim=-1)                               # (N, M)
     return F.silu(gate) * up
 
 
@@ -121,8 +121,8 @@ class Attention(nn.Module):
 
     def forward(self, x, cos, sin):
         """x (N, C) -> q (N, nh, hs), k (N, nkv, hs), both rotated, v (N, nkv, hs)."""
-        qkv = self.qkv_proj(x).view(len(x), -1, self.head_size)         # (N, nh + 2 nkv, hs)
-        q, k, v = qkv.split(self.heads, dim=1)                          # (N, nh or nkv, hs)
+        qkv = self.qkv_proj(x).view(len(x), -1, self.head_size)  # (N, nh + 2 nkv, hs)
+        q, k, v = qkv.split(self.heads, dim=1)                  # (N, nh or nkv, hs)
         if self.qk_norm:  # per head and before the rotation
             q = self.q_norm(q)
             k = self.k_norm(k)
@@ -163,9 +163,9 @@ class Block(nn.Module):
 
     def attention(self, x, cos, sin, attend):
         """x (N, C) -> what is to be added (N, C)"""
-        q, k, v = self.self_attn(x, cos, sin)                           # (N, nh or nkv, hs)
+        q, k, v = self.self_attn(x, cos, sin)                   # (N, nh or nkv, hs)
         del x  # that of a long prompt is large
-        y = attend(self.layer, q, k, v).flatten(1)                      # (N, nh * hs)
+        y = attend(self.layer, q, k, v).flatten(1)              # (N, nh * hs)
         return Product(self.self_attn.o_proj, y)
 
     def add_mlp(self, x):
@@ -191,7 +191,7 @@ class Transformer(nn.Module):
         # no parameter of the checkpoint, so it is on a real device where they are not yet
         self.vocab_used = config.vocab_size
         self.absent = torch.zeros(0, dtype=torch.int64, device="cpu")
-        self.rope_freq = rope_frequencies(config)                       # (hs/2,) fp32
+        self.rope_freq = rope_frequencies(config)               # (hs/2,) fp32
 
     def _apply(self, fn, *args, **kwargs):
         # .to(), .bfloat16(): move the RoPE table, never round it
@@ -226,9 +226,9 @@ class Transformer(nn.Module):
             return self.run_layers(ids, pos, attend, checkpointing)
 
     def run_layers(self, ids, pos, attend, checkpointing):
-        x = self.embed_tokens(ids)                                      # (N, C)
-        pos = pos.to(torch.promote_types(x.dtype, torch.float32))       # (N,)
-        angle = pos[:, None] * self.rope_freq                           # (N, hs/2)
+        x = self.embed_tokens(ids)                              # (N, C)
+        pos = pos.to(torch.promote_types(x.dtype, torch.float32))  # (N,)
+        angle = pos[:, None] * self.rope_freq                   # (N, hs/2)
         cos, sin = angle.cos(), angle.sin()
         del angle  # a long prompt's is not small
         gradients = torch.is_grad_enabled()
@@ -302,7 +302,7 @@ class Transformer(nn.Module):
         check_names(path, model.tensors(), tensors)
         model = model.to(dtype).to_empty(device=device)
         copy_finite(model.tensors(), tensors)
-        model.rope_freq = rope_frequencies(config).to(model.device)     # (hs/2,) fp32
+        model.rope_freq = rope_frequencies(config).to(model.device)  # (hs/2,) fp32
         return model
 
     def save_pretrained(self, path):

@@ -11,7 +11,7 @@ It replaces linear(y) in model.Block's x = x + f(norm(x)).
 import torch
 from torch.utils.checkpoint import checkpoint
 
-ROWS = 2048  # of a slice
+ROWS = 2048                                                     # of a slice
 
 
 class Product:

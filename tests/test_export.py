@@ -15,6 +15,7 @@ from conftest import ROOT, read_checkpoint, train_here
 from data.tasks import Problems
 from data.tokenizer import Tokenizer
 from experiments import generate as command
+from kvcache import Eviction
 from model import Transformer
 from rollout import generate
 from shadow_attn import shadow_attention
@@ -73,7 +74,8 @@ def test_transformers_computes_what_the_run_did(finished):
         hf = AutoModelForCausalLM.from_pretrained(folder)
         assert hf.dtype == torch.float32
         theirs = hf.generate(torch.tensor([ids]), do_sample=False, max_new_tokens=8)[0, len(ids):]
-        r = generate(model, [ids], 1, 8, temperature=0.0, evict="none", stop_ids=tok.stop_ids)
+        r = generate(model, [ids], 1, 8, temperature=0.0, eviction=Eviction("none"),
+                     stop_ids=tok.stop_ids)
         assert theirs.tolist() == r.tokens[0, 0, :r.lengths[0, 0]].tolist()
 
 

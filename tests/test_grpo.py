@@ -6,7 +6,19 @@ import pytest
 import torch
 
 import grpo
-from conftest import SMALL, STOP, gap, learner, logged, prompts, ragged, rel, separate, toy
+from conftest import (
+    EVICTION,
+    SMALL,
+    STOP,
+    gap,
+    learner,
+    logged,
+    prompts,
+    ragged,
+    rel,
+    separate,
+    toy,
+)
 from fast import head
 from fast.head import kl_rows
 from grpo import (
@@ -310,7 +322,7 @@ def test_pack_is_its_definition(model, policies):
 
 def test_pack_of_the_shadow_policy(model):
     """Lifetimes that end one row early or late are another policy: which rows, by number."""
-    r = generate(model, prompts(90, 70), 2, 6, evict="snapkv", seed=5, **SMALL)
+    r = generate(model, prompts(90, 70), 2, 6, seed=5, eviction=EVICTION)
     packed = pack(r, ("shadow",))
     P, n = 90, 5
     assert packed.until.shape == (3, 2, 90 + 70 + 4 * 5)  # R - 1 rows per copy
@@ -326,7 +338,7 @@ def test_pack_of_the_shadow_policy(model):
 def test_pack_of_both_policies(model):
     """[prompt | dense copies | shadow copies]: which rows, which lifetimes, for response keys that
     die early too."""
-    r = generate(model, prompts(40), 2, 4, seed=3, **SMALL)
+    r = generate(model, prompts(40), 2, 4, seed=3, eviction=EVICTION)
     r.lengths[0, 1] = 2
     # at layer 1, KV head 0, sample 0: the key of response token 1 is gone for the query of token 3
     r.until[1, 0, 0, 0, 1] = 3
@@ -352,7 +364,7 @@ def with_kept(r, head, change):
 
 
 def test_pack_refuses(model):
-    r = generate(model, prompts(40, 33), 2, 4, seed=3, **SMALL)
+    r = generate(model, prompts(40, 33), 2, 4, seed=3, eviction=EVICTION)
     two_layers = [list(r.kept[0][:2]), r.kept[1]]
     longer = [[*p, 1] for p in r.prompts]
     kept = "kept of prompt 0: positions must be ascending and inside, the prompt has 40 tokens"
@@ -498,7 +510,7 @@ def test_replay_of_some_policies(policies):
 
 def test_replay_scores_what_was_sampled(model):
     """rollout -> pack -> replay in fp32: the shadow policy is the sampler, the dense one is not."""
-    ask = dict(prompts=prompts(40, 23, 31), evict="snapkv", budget=12, window=4, sinks=2)
+    ask = dict(prompts=prompts(40, 23, 31), eviction=Eviction(budget=12, window=4, sinks=2))
     r = generate(model, group=4, max_new_tokens=12, temperature=0.8, stop_ids=range(3, 9), **ask)
     assert r.lengths.min() < 12 and r.lengths.max() > 3  # ragged
     got = replay(model, r)

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 import rollout as rollout_file
-from conftest import SMALL, STOP, gap, largest_tensor, prompts, toy
+from conftest import EVICTION, SMALL, STOP, gap, largest_tensor, prompts, toy
 from fast import record
 from grpo import replay
 from kvcache import Eviction
@@ -18,14 +18,14 @@ DEVICES = ["cpu"]
 if torch.cuda.is_available():
     DEVICES.append("cuda")
 needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
-OWN = dict(**SMALL, response_budget=10, period=5)
+OWN = Eviction(**SMALL, response_budget=10, period=5)
 
 
 # sampler and learner, beside what test_method.py holds
 
 def test_replay_without_eviction(model):
     """Then both policies are the sampler, and the log says that everything was kept."""
-    r = generate(model, prompts(61, 40, 97, 20), 3, 12, temperature=0.8, evict="none",
+    r = generate(model, prompts(61, 40, 97, 20), 3, 12, temperature=0.8, eviction=Eviction("none"),
                  stop_ids=STOP, seed=1)
     assert r.lengths.min() < 12 == r.lengths.max()
     assert [k.shape[2] for k in r.kept] == [61, 40, 97, 20] and (r.until == 12).all()
@@ -35,8 +35,8 @@ def test_replay_without_eviction(model):
 
 
 def test_eviction_makes_another_policy(model, method):
-    r = generate(model, prompts(61, 40, 97, 20), 3, 12, temperature=0.8, evict=method, seed=1,
-                 **SMALL)
+    r = generate(model, prompts(61, 40, 97, 20), 3, 12, temperature=0.8, seed=1,
+                 eviction=Eviction(method, **SMALL))
     assert [k.shape for k in r.kept] == [(3, 2, 24)] * 3 + [(3, 2, 20)]
     assert gap(model, r) <= 1e-4 and gap(model, r, "dense") > 1
 
@@ -60,8 +60,8 @@ def test_what_settings_evict_is_what_is_logged(model, spread):
 def test_layers_and_heads_have_logs_of_their_own(model, method):
     """The log of one KV head or layer used for all breaks the replay wherever it is another log;
     methods that score all heads alike log the same for all."""
-    r = generate(model, prompts(61, 40, 97, 20), 3, 33, temperature=0.8, evict=method, seed=2,
-                 **OWN)
+    r = generate(model, prompts(61, 40, 97, 20), 3, 33, temperature=0.8, seed=2,
+                 eviction=replace(OWN, method=method))
     by_head = replace(r, kept=[k[:, :1].expand_as(k) for k in r.kept])
     by_layer = replace(r, kept=[k[:1].expand_as(k) for k in r.kept])
     for wrong in (by_head, by_layer, replace(r, until=r.until[:, :1].expand_as(r.until)),
@@ -75,7 +75,7 @@ def test_layers_and_heads_have_logs_of_their_own(model, method):
 
 def test_select(model):
     """Some prompts, and some samples of each, are the rollout they are part of."""
-    r = generate(model, prompts(61, 40, 20), 3, 24, stop_ids=STOP, seed=1, **OWN)
+    r = generate(model, prompts(61, 40, 20), 3, 24, stop_ids=STOP, seed=1, eviction=OWN)
     some = r.select([2, 0])
     assert some.prompts == [r.prompts[2], r.prompts[0]] and gap(model, some) <= 1e-4
     pairs = r.select([2, 0], torch.tensor([[1, 0], [2, 2]]))
@@ -88,9 +88,10 @@ def test_select(model):
 def test_weights_are_read_afresh():
     """One model object: a changed weight changes the next rollout (no stale copy)."""
     net = toy()
-    a = generate(net, prompts(40), 2, 4, **SMALL)
+    a = generate(net, prompts(40), 2, 4, eviction=EVICTION)
     net.norm.weight.data *= 1.5
-    assert not torch.equal(a.logp_roll, generate(net, prompts(40), 2, 4, **SMALL).logp_roll)
+    b = generate(net, prompts(40), 2, 4, eviction=EVICTION)
+    assert not torch.equal(a.logp_roll, b.logp_roll)
 
 
 # batches
@@ -99,8 +100,8 @@ def test_ragged_prompt_equals_alone(model, method):
     """A prompt's cache and greedy answer do not depend on its neighbours, nor on how prefill is
     cut. Neighbours of one length go to the cache in one call."""
     ps = prompts(61, 50, 50, 20, seed=4)
-    ask = dict(group=2, max_new_tokens=14, temperature=0.0, evict=method, stop_ids=STOP,
-               response_budget=9, period=4, **SMALL)
+    ask = dict(group=2, max_new_tokens=14, temperature=0.0, stop_ids=STOP,
+               eviction=Eviction(method, **SMALL, response_budget=9, period=4))
     together = generate(model, ps, **ask)
     cut = generate(model, ps, prefill_rows=64, **ask)
     for b, p in enumerate(ps):
@@ -115,7 +116,7 @@ def test_ragged_prompt_equals_alone(model, method):
 
 
 def test_prompts_of_one_length_keep_different_keys(model):
-    r = generate(model, prompts(60, 60), 1, 4, **SMALL)
+    r = generate(model, prompts(60, 60), 1, 4, eviction=EVICTION)
     assert not torch.equal(r.kept[0], r.kept[1])
 
 
@@ -124,7 +125,7 @@ def test_nothing_of_size_rows_squared():
     net = toy(num_hidden_layers=1, max_position_embeddings=4096)
 
     def rollout_and_learner():
-        r = generate(net, prompts(3000), 2, 6, **SMALL)
+        r = generate(net, prompts(3000), 2, 6, eviction=EVICTION)
         replay(net, r)["shadow"].sum().backward()
 
     # 4 heads x 3000 rows x a chunk of queries is what the reference may hold
@@ -148,7 +149,7 @@ def test_draw_token(model):
 
 def test_seeds(model):
     """Seeds repeat; the samples of a group draw their first token each on its own."""
-    ask = dict(group=16, max_new_tokens=3, temperature=2.0, **SMALL)
+    ask = dict(group=16, max_new_tokens=3, temperature=2.0, eviction=EVICTION)
     a, b, c = (generate(model, prompts(40), seed=s, **ask) for s in (0, 0, 1))
     assert torch.equal(a.tokens, b.tokens) and not torch.equal(a.tokens, c.tokens)
     assert len(a.tokens[0, :, 0].unique()) > 3
@@ -157,7 +158,7 @@ def test_seeds(model):
 def test_stops(model):
     """A response ends with its first stop token, which counts; nothing is recorded after it; no
     stop token: cut at R."""
-    r = generate(model, prompts(40, 50), 8, 16, stop_ids=STOP, seed=0, **SMALL)
+    r = generate(model, prompts(40, 50), 8, 16, stop_ids=STOP, seed=0, eviction=EVICTION)
     stop = torch.isin(r.tokens, torch.tensor(STOP))
     for b in range(2):
         for g in range(8):
@@ -170,7 +171,7 @@ def test_stops(model):
             else:
                 assert n == 16
     assert r.stopped.any() and not r.stopped.all()
-    assert (generate(model, prompts(40), 2, 16, seed=0, **SMALL).lengths == 16).all()
+    assert (generate(model, prompts(40), 2, 16, seed=0, eviction=EVICTION).lengths == 16).all()
 
 
 def test_padded_vocabulary():
@@ -178,9 +179,9 @@ def test_padded_vocabulary():
     learner's support too."""
     net = toy()
     net.embed_tokens.weight.data[48:] *= 30
-    free = generate(net, prompts(40), 16, 8, seed=0, **SMALL)
+    free = generate(net, prompts(40), 16, 8, seed=0, eviction=EVICTION)
     net.use_tokens(48)
-    r = generate(net, prompts(40), 16, 8, seed=0, **SMALL)
+    r = generate(net, prompts(40), 16, 8, seed=0, eviction=EVICTION)
     assert (free.tokens >= 48).any() and r.tokens.max() < 48
     assert gap(net, r) <= 1e-4
 
@@ -192,7 +193,8 @@ def test_absent_tokens(temperature, device):
     number that is made of them is NaN. The row of the embedding is not trained."""
     net = toy(tie_word_embeddings=False).to(device)
     net.lm_head.weight.data[[7, 20]] *= 40
-    ask = dict(prompts=prompts(40, 61), group=8, max_new_tokens=8, temperature=temperature, **SMALL)
+    ask = dict(prompts=prompts(40, 61), group=8, max_new_tokens=8, temperature=temperature,
+               eviction=EVICTION)
     r = generate(net, **ask)
     assert torch.isin(r.tokens, torch.tensor([7, 20], device=device)).float().mean() > 0.5
     net.use_tokens(48, absent=[20, 7])
@@ -231,7 +233,7 @@ def test_use_tokens(model):
 def test_a_model_in_fp64():
     """Samples as it is scored, to the last digits."""
     net = toy(dtype=torch.double)
-    r = generate(net, prompts(61, 40), 3, 20, stop_ids=STOP, seed=1, **OWN)
+    r = generate(net, prompts(61, 40), 3, 20, stop_ids=STOP, seed=1, eviction=OWN)
     assert r.logp_roll.dtype == torch.double and r.until.min() == 15
     assert gap(net, r) <= 1e-10
     assert gap(net, replace(r, until=torch.full_like(r.until, 20))) > 1e-2
@@ -242,7 +244,7 @@ def test_a_model_in_fp64():
 def test_logits_that_are_not_finite(wrong, device):
     """No token is drawn from such logits: the rollout ends as a run that diverged."""
     net = toy().to(device)
-    ask = dict(prompts=prompts(40, 61), group=2, max_new_tokens=8, **SMALL)
+    ask = dict(prompts=prompts(40, 61), group=2, max_new_tokens=8, eviction=EVICTION)
     generate(net, **ask)
     net.norm.weight.data[3] = wrong
     for temperature in (0.0, 1.0):
@@ -253,7 +255,8 @@ def test_logits_that_are_not_finite(wrong, device):
 def test_logits_after_the_end_do_not_count():
     """NaN from the third step on, in the one sample of two that has ended by then or in the one
     that has not."""
-    net, ask = toy(), dict(prompts=prompts(40), group=2, max_new_tokens=8, seed=3, **SMALL)
+    net = toy()
+    ask = dict(prompts=prompts(40), group=2, max_new_tokens=8, seed=3, eviction=EVICTION)
     free = generate(net, **ask)
     ended, other = free.tokens[0, :, 0].tolist()
     assert ended not in free.tokens[0, 1]
@@ -285,7 +288,7 @@ def test_logits_after_the_end_do_not_count():
     ("got 1, 0, 4", dict(group=0)),
     ("got 1, 2, 0", dict(max_new_tokens=0)),
     ("budget 10 must be above window \\+ sinks", dict(budget=10)),
-    ("unknown eviction method 'h2o2'", dict(evict="h2o2")),
+    ("unknown eviction method 'h2o2'", dict(method="h2o2")),
     ("pool 4 odd", dict(pool=4)),
     ("exceeds the context of 512", dict(max_new_tokens=500)),
     ("prompt 1 is empty", dict(prompts=[[1], []])),
@@ -310,18 +313,21 @@ def test_logits_after_the_end_do_not_count():
     ("seed must be from 0", dict(seed=2**63)),
     ("response_budget 8 must be above the window of 8", dict(response_budget=8)),
     ("period 0 at least 1", dict(response_budget=16, period=0)),
-    ("evict must name a method", dict(response_budget=16, evict="none")),
+    ("evict must name a method", dict(response_budget=16, method="none")),
 ])
 def test_bad_requests(model, say, change):
-    ask = {**dict(prompts=prompts(40), group=2, max_new_tokens=4, **SMALL), **change}
+    fields = ("method", "budget", "pool", "response_budget", "period")
+    kept = {key: change[key] for key in fields if key in change}
+    ask = dict(prompts=prompts(40), group=2, max_new_tokens=4)
+    ask.update({key: value for key, value in change.items() if key not in fields})
     with pytest.raises(ValueError, match=say):
-        generate(model, **ask)
+        generate(model, **ask, eviction=replace(EVICTION, **kept))
 
 
 def test_unusual_requests_that_are_fine(model):
     """Ids as tensors, the largest seed, stop ids of any order and type."""
     (prompt,) = prompts(40)
-    ask = dict(group=2, max_new_tokens=8, seed=2**63 - 1, **SMALL)
+    ask = dict(group=2, max_new_tokens=8, seed=2**63 - 1, eviction=EVICTION)
     want = generate(model, [prompt], stop_ids=[9, 3], **ask)
     got = generate(model, (torch.tensor(prompt),), stop_ids={3, torch.tensor(9)}, **ask)
     assert torch.equal(got.tokens, want.tokens) and got.prompts == want.prompts
@@ -335,7 +341,8 @@ def test_response_eviction_on_a_gpu(method):
     """fp32, the kernels and the recorded step: between replays keys are evicted, and the learner
     follows."""
     net = toy().to("cuda")
-    r = generate(net, prompts(61, 40, 97, 20), 3, 60, evict=method, seed=2, **OWN)
+    r = generate(net, prompts(61, 40, 97, 20), 3, 60, seed=2,
+                 eviction=replace(OWN, method=method))
     assert gap(net, r) <= 1e-3 and r.until.min() == 15
     assert gap(net, replace(r, until=torch.full_like(r.until, 60))) > 1e-2
 
@@ -349,7 +356,8 @@ def test_bf16_gap_is_no_larger_than_dense():
             p.data.mul_(0.5)
 
     def mean_gap(evict):
-        r = generate(net, prompts(400, 300, 390, 200), 8, 64, evict=evict, budget=64, window=16)
+        r = generate(net, prompts(400, 300, 390, 200), 8, 64,
+                     eviction=Eviction(evict, budget=64, window=16))
         with torch.no_grad():
             logp = replay(net, r, ("shadow",))["shadow"]
         return (logp - r.logp_roll).abs()[r.mask].mean().item()
@@ -362,7 +370,7 @@ def test_recorded_decoding_is_eager_decoding(monkeypatch):
     """Replaying one recorded step gives the tokens and log-probs of launching every step, also with
     many stop tokens."""
     net = toy(vocab_size=5000).to("cuda", torch.bfloat16)
-    ask = dict(group=4, max_new_tokens=24, stop_ids=tuple(range(40)), **SMALL)
+    ask = dict(group=4, max_new_tokens=24, stop_ids=tuple(range(40)), eviction=EVICTION)
     a = generate(net, prompts(40, 61), seed=3, **ask)
     monkeypatch.setattr(rollout_file, "record", lambda step, device: step)
     b = generate(net, prompts(40, 61), seed=3, **ask)
@@ -516,7 +524,7 @@ def test_recordings_leave_memory_where_it_is(grant):
 
     def given_back():
         before = torch.cuda.memory_stats()["num_device_free"]
-        generate(net, prompts(40, 61), 4, 24, **SMALL)
+        generate(net, prompts(40, 61), 4, 24, eviction=EVICTION)
         return torch.cuda.memory_stats()["num_device_free"] - before
 
     given_back()
