@@ -51,9 +51,12 @@ CORRECTIONS = ("tis", "mis", "sparse_rl")
 class Packed:
     """Groups laid out in one row of N tokens, for one forward pass of the learner."""
     ids: torch.Tensor                                           # (N,) int64
-    pos: torch.Tensor  # (N,) int64 true positions: response token t sits at P + t in every copy
-    until: torch.Tensor  # (L, nkv, N) int32: query i sees key j if j <= i < until[layer, head, j]
-    rows: dict           # policy -> (B, G, R) int64: the row that predicts each token, else -1
+    # (N,) int64 true positions: response token t sits at P + t in every copy
+    pos: torch.Tensor
+    # (L, nkv, N) int32 rows: query i sees key j if j <= i < until[layer, head, j]
+    until: torch.Tensor
+    # policy -> (B, G, R) int64: the row that predicts each token, else -1
+    rows: dict
 
 
 def pack_by_hand(rollout, policies=("dense", "shadow")):
@@ -183,8 +186,8 @@ def replay(model, rollout, policies=("dense", "shadow"), distill_to=None, stats=
     distills = distill_to is not None or teacher is not None
     alone = len(policies) < 2 and teacher is None
     if distills and (alone or distill_to not in policies):
-        raise ValueError(f"distill_to={distill_to!r} needs both policies, or a teacher, and "
-                         f"one of their names, got {policies}")
+        raise ValueError(f"distill_to={distill_to!r} needs both policies, or a "
+                         f"teacher, and one of their names, got {policies}")
     packed = pack(rollout, policies)
     rollout.check_model(model)
     mask = rollout.mask                                         # (B, G, R)

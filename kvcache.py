@@ -52,9 +52,9 @@ class Eviction:
     method: str = "snapkv"   # a name in EVICT; "none" keeps all
     budget: int = 256        # prompt keys kept, window and sinks included
     window: int = 32         # the last keys: always kept, and their queries vote
-    sinks: int = 4           # the first keys, on which models park attention: always kept
-    pool: int = 7            # odd width in keys over which SnapKV and R-KV pool their votes
-    pool_by: str = "max"     # a name in POOL: the largest of neighbouring votes, or their mean
+    sinks: int = 4           # the first, on which models park attention: always kept
+    pool: int = 7            # odd width in keys over which SnapKV and R-KV pool votes
+    pool_by: str = "max"     # a name in POOL: the largest of neighbours, or their mean
     response_budget: int | None = None  # response keys kept, window included; None: all
     period: int = 128        # decoding steps between evictions of response keys
     spread: str = "uniform"  # a name in SPREAD: the budget over layers and KV heads
@@ -69,19 +69,20 @@ class Eviction:
                     f"unknown {what} {name!r}: choose from {', '.join(table)}")
         window, sinks, pool = self.window, self.sinks, self.pool
         if window < 1 or sinks < 0 or not 1 <= pool < 1000 or pool % 2 == 0:
-            raise ValueError(f"window {window} must be at least 1, sinks {sinks} at least 0, "
-                             f"pool {pool} odd and below 1000")
+            raise ValueError(f"window {window} must be at least 1, sinks {sinks} at "
+                             f"least 0, pool {pool} odd and below 1000")
         if self.method != "none" and self.budget <= window + sinks:
             raise ValueError(f"budget {self.budget} must be above window + sinks = "
                              f"{window} + {sinks}, or no key is left to choose")
         if self.response_budget is None:
             return
         if self.method == "none":
-            raise ValueError(f"response_budget {self.response_budget} evicts response keys: "
-                             "evict must name a method, not 'none'")
+            raise ValueError(f"response_budget {self.response_budget} evicts response "
+                             "keys: evict must name a method, not 'none'")
         if self.response_budget <= window or self.period < 1:
-            raise ValueError(f"response_budget {self.response_budget} must be above the "
-                             f"window of {window}, and period {self.period} at least 1")
+            raise ValueError(f"response_budget {self.response_budget} must be above "
+                             f"the window of {window}, and period {self.period} at "
+                             "least 1")
 
     def budget_of(self, layer, n_layer):
         """Keys per KV head of a layer, on average over its heads."""
@@ -136,7 +137,8 @@ def attention(q, k, elsewhere=None):
     W = len(q)
     n, nkv, _ = k.shape
     found = logits(q, k)                                        # (nkv, g, W, n)
-    row = torch.arange(n - W, n, device=q.device)  # of the queries, and of the last W keys
+    # of the queries, and of the last W keys
+    row = torch.arange(n - W, n, device=q.device)               # (W,)
     found[..., n - W:].masked_fill_(row > row[:, None], -INF)
     if elsewhere is not None:  # one more key, whose share is dropped
         elsewhere = elsewhere.view(nkv, -1, W, 1)               # (nkv, g, W, 1)
@@ -173,7 +175,7 @@ def snapkv(q, k, eviction, elsewhere=None):
     that what belongs together stays together."""
     window = eviction.window
     votes = received(q, k, elsewhere)                           # (nkv, g, n)
-    votes = votes.mean(1)[:, :len(k) - window]                          # the window stays anyway
+    votes = votes.mean(1)[:, :len(k) - window]  # the window stays anyway
     return F.pad(pooled(votes, eviction), (0, window))          # (nkv, n)
 
 
@@ -210,7 +212,8 @@ def similarity(k, similar=0.5):
         cosine = some @ k[:, kv_heads].permute(1, 2, 0)         # (kv_heads, rows, n)
         itself = key == key[rows, None]
         cosine = cosine.masked_fill(itself, 0)
-        latest = torch.where(cosine > similar, key, 0).amax(-1, keepdim=True)  # 0 if none is
+        latest = torch.where(cosine > similar, key, 0)          # key 0 if none is
+        latest = latest.amax(-1, keepdim=True)                  # (kv_heads, rows, 1)
         return cosine.scatter(-1, latest, 0.0).sum(1) / n
     return summed(of_some, k, k)
 
@@ -238,8 +241,8 @@ class Method:
     score: Callable
     # the queries of all rows, not of the window alone; scores add up from one eviction to the next
     all_queries: bool = False
-    # False: it weighs the scored keys against each other alone, so `elsewhere` is never computed
-    elsewhere: bool = True
+    # not if it weighs the scored keys against each other alone: `elsewhere` is then never computed
+    needs_elsewhere: bool = True
     # it scores each KV head by itself and draws nothing: prompts may pass as further KV heads, all
     # in one call. That saves launches and changes no score
     by_head: bool = False
@@ -251,7 +254,7 @@ class Method:
 EVICT = {
     "none": None,
     "snapkv": Method(snapkv, by_head=True),
-    "rkv": Method(rkv, elsewhere=False, by_head=True),
+    "rkv": Method(rkv, needs_elsewhere=False, by_head=True),
     "h2o": Method(h2o, all_queries=True, by_head=True),
     "recent": Method(recent),
     "random": Method(random),
@@ -270,12 +273,11 @@ def pyramid(eviction, layer, n_layer):
     first layer, 1.95 times the mean, to the last, 0.05 times."""
     fixed = eviction.window + eviction.sinks
     mean = eviction.budget - fixed
-    top, slope = 1, 0
-    if n_layer > 1:
-        top, slope = 1.95, 1.9 / (n_layer - 1)
+    first = 1.95 if n_layer > 1 else 1
+    step = 1.9 / (n_layer - 1) if n_layer > 1 else 0
 
     def free(layers):  # keys of the first so many layers together
-        return round(mean * (top * layers - slope * layers * (layers - 1) / 2))
+        return round(mean * (first * layers - step * layers * (layers - 1) / 2))
     return fixed + free(layer + 1) - free(layer)
 
 
@@ -290,12 +292,13 @@ def adaptive(score, eviction):
     free = eviction.budget - fixed
     score = score[..., eviction.sinks:n - eviction.window]      # (..., nkv, candidates)
     best_first = score.argsort(dim=-1, descending=True, stable=True)
-    rank = best_first.argsort(dim=-1)                                   # within its head
+    rank = best_first.argsort(dim=-1)                           # within its head
     score = score.masked_fill(rank < free // 5, INF)
     score = score.masked_fill(rank >= 2 * free, -INF)
     winners = score.flatten(-2).topk(nkv * free).indices        # (..., nkv * free)
-    head = winners // score.shape[-1]                                   # the KV head of each
-    won = head[..., None] == torch.arange(nkv, device=score.device)  # (..., nkv * free, nkv)
+    head = winners // score.shape[-1]                           # the KV head of each
+    heads = torch.arange(nkv, device=score.device)
+    won = head[..., None] == heads                              # (..., nkv * free, nkv)
     return fixed + won.sum(-2)
 
 
@@ -340,8 +343,10 @@ class KVCache:
         S = B * group
         like = dict(device=device, dtype=dtype)
         # prompts: slots past what a prompt fills are padding. By layer, as budgets may differ
-        self.slots = [[eviction.slots(layer, L, P) for P in lengths] for layer in range(L)]
-        self.prompt_k = [torch.zeros(B, nkv, max(slots), hs, **like) for slots in self.slots]
+        self.slots = [[eviction.slots(layer, L, P) for P in lengths]
+                      for layer in range(L)]
+        self.prompt_k = [torch.zeros(B, nkv, max(slots), hs, **like)
+                         for slots in self.slots]
         self.prompt_v = [torch.zeros_like(k) for k in self.prompt_k]
         filled = torch.tensor(self.slots, device=device, dtype=torch.int32)  # (L, B)
         self.prompt_filled = filled[..., None].repeat(1, 1, nkv)  # (L, B, nkv)
@@ -351,13 +356,14 @@ class KVCache:
             slots = min(slots, eviction.response_budget + eviction.period)
         self.response_k = torch.zeros(L, S, nkv, slots, hs, **like)
         self.response_v = torch.zeros_like(self.response_k)
-        # slots filled, in all samples; response tokens fed
-        self.response_filled = torch.zeros((), device=device, dtype=torch.int64)
-        self.t = torch.zeros_like(self.response_filled)
+        # response tokens fed; slots filled, as many in all samples
+        self.t = torch.zeros((), device=device, dtype=torch.int64)
+        self.response_filled = torch.zeros_like(self.t)
         # the log: kept[prompt][layer] is (nkv, K); until, the step at which a response key dies
         self.kept = [[None] * L for _ in lengths]
         self.until = torch.full((L, S, nkv, R), R, device=device, dtype=torch.int32)
-        self.finite = torch.ones((), device=device, dtype=torch.bool)  # was every score?
+        # was every score so far?
+        self.finite = torch.ones((), device=device, dtype=torch.bool)
         if eviction.response_budget is not None:
             self.init_response_eviction(S, R, like)
 
@@ -372,7 +378,8 @@ class KVCache:
         nkv, hs = k.shape[2:]
         budget = eviction.budget_of(layer, self.config.n_layer)
         if eviction.method == "none" or P <= budget:
-            kept = torch.arange(P, device=k.device).expand(n, nkv, -1)  # (n, nkv, K), K is P
+            kept = torch.arange(P, device=k.device)             # K is P
+            kept = kept.expand(n, nkv, -1)                      # (n, nkv, K)
         else:
             W = P if self.method.all_queries else eviction.window
             score = self.scores(layer, 0, q[:, P - W:], k)      # (n, nkv, P)
@@ -380,7 +387,8 @@ class KVCache:
             if eviction.spread in BY_HEAD:
                 count = BY_HEAD[eviction.spread](score, eviction)  # (n, nkv)
                 self.prompt_filled[layer, which] = count.int()
-            kept = keep(score, K, eviction.window, eviction.sinks, count=count)  # (n, nkv, K)
+            # (n, nkv, K)
+            kept = keep(score, K, eviction.window, eviction.sinks, count=count)
         index = kept[..., None].clamp(max=P - 1).expand(-1, -1, -1, hs)
         # copies: no view keeps the dense keys alive
         self.prompt_k[layer][which, :, :K] = k.transpose(1, 2).gather(2, index)
@@ -398,8 +406,8 @@ class KVCache:
             score = self.method.score(q, k, self.eviction, *elsewhere)
             want = k.shape[1], len(k)
             if score.shape != want:
-                raise ValueError(f"{self.eviction.method} scored {tuple(score.shape)}, not "
-                                 f"(KV heads, keys) = {want}")
+                raise ValueError(f"{self.eviction.method} scored {tuple(score.shape)}, "
+                                 f"not (KV heads, keys) = {want}")
             return score
 
         inputs = [q, k] if elsewhere is None else [q, k, elsewhere]
@@ -437,12 +445,7 @@ class KVCache:
     #     stays         x  x  .  .  .  x  x  x  x    two by their scores, the window of four
     #     until        17 17  9  9  9 17 17 17 17    the query of step 8 saw them last; 17: never
     #
-    # Those that stay move to the first slots. When 12 were fed:
-    #
-    #     slot          0  1  2  3  4  5  6  7  8
-    #     born          0  1  5  6  7  8  9 10 11
-    #     stays         x  x  .  .  .  x  x  x  x
-    #     until        17 17 12 12 12 17 17 17 17
+    # Those that stay move to the first slots; when 12 were fed, born is 0 1 5 6 7 8 9 10 11.
 
     def init_response_eviction(self, S, R, like):
         """What choosing takes beside the keys; nbytes does not count it."""
@@ -482,8 +485,9 @@ class KVCache:
         if n > K:
             stay = keep(score, K, self.eviction.window, sinks=0)  # (S, nkv, K) slots
             never = self.until.shape[3]
-            until = torch.full_like(born, t).scatter_(2, stay, never)  # (S, nkv, n) by slot
-            self.until[layer].scatter_(2, born, until.int())            # by token
+            until = torch.full_like(born, t)                    # (S, nkv, n) by slot
+            until.scatter_(2, stay, never)
+            self.until[layer].scatter_(2, born, until.int())    # by token
             index = stay[..., None].expand(-1, -1, -1, self.config.head_size)
             for store in (self.response_k[layer], self.response_v[layer]):
                 store[:, :, :K] = store.gather(2, index)
@@ -500,7 +504,7 @@ class KVCache:
         q = self.queries[layer][:, steps % voters]              # (S, voters, nh, hs)
         k = self.response_k[layer][:, :, :n].transpose(1, 2)    # (S, n, nkv, hs)
         elsewhere = None
-        if self.method.elsewhere:
+        if self.method.needs_elsewhere:
             elsewhere = mass(q, self.prompt_k[layer], self.prompt_filled[layer])
         score = self.scores(layer, t, q, k, elsewhere=elsewhere)
         if self.method.all_queries:

@@ -212,8 +212,8 @@ class Transformer(nn.Module):
                 f"the tokenizer has {n} ids, the model {self.config.vocab_size}")
         absent = sorted(set(absent))
         if absent and not 0 <= absent[0] <= absent[-1] < n or len(absent) == n:
-            raise ValueError(f"absent ids must be some of 0 to {n - 1}, got {len(absent)} "
-                             f"from {absent[0]} to {absent[-1]}")
+            raise ValueError(f"absent ids must be some of 0 to {n - 1}, got "
+                             f"{len(absent)} from {absent[0]} to {absent[-1]}")
         self.vocab_used = n
         self.absent = torch.tensor(absent, dtype=torch.int64, device=self.device)
 

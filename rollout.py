@@ -28,21 +28,22 @@ from support.rollouts import check_log, check_model, check_request
 @dataclass
 class Rollout:
     """B prompts, G responses each, up to R tokens; on the device of the model that sampled it."""
-    prompts: list            # B lists of token ids
-    tokens: torch.Tensor                           # (B, G, R) int64, 0 past each length
-    lengths: torch.Tensor                         # (B, G) int64, the stop token counted
-    logp_roll: torch.Tensor    # (B, G, R) fp32 (fp64 of a model in fp64), the sampler's
-                             # log-probs, 0 past each length
-    temperature: float           # of the sampler; 0: greedy, log-probs at temperature 1
-    kept: list                # of each prompt (L, nkv, K) int64: kept prompt positions,
-                             # ascending; lists where K differs; kept[b][layer][head] is
-                             # (K,) in any case
-    until: torch.Tensor  # (L, nkv, B, G, R) int32: step at which a response key dies, or
-                             # R. The learner's until counts rows instead
-    stopped: torch.Tensor      # (B, G) bool: ended by a stop token rather than cut at R
-    kv: dict = field(default_factory=dict)  # bytes: kept, dense, dense_shared; see kv_bytes
-    sizes: list = None       # tokens of each prompt when it was sampled, or None: unknown
-    rewards: torch.Tensor = None                           # (B, G) once they are judged
+    prompts: list               # B lists of token ids
+    tokens: torch.Tensor        # (B, G, R) int64, 0 past each length
+    lengths: torch.Tensor       # (B, G) int64, the stop token counted
+    # (B, G, R) fp32 (fp64 of a model in fp64): the sampler's log-probs, 0 past each length
+    logp_roll: torch.Tensor
+    temperature: float          # of the sampler; 0: greedy, log-probs at temperature 1
+    # of each prompt (L, nkv, K) int64: kept prompt positions, ascending; lists where K differs, so
+    # that kept[b][layer][head] is (K,) in any case
+    kept: list
+    # (L, nkv, B, G, R) int32: the step at which a response key dies, or R. What the learner makes
+    # of it, Packed.until, counts rows
+    until: torch.Tensor
+    stopped: torch.Tensor       # (B, G) bool: ended by a stop token, not cut at R
+    kv: dict = field(default_factory=dict)  # bytes, see kv_bytes
+    sizes: list = None          # tokens of each prompt as it was sampled; None: unknown
+    rewards: torch.Tensor = None  # (B, G) once they are judged
 
     @property
     def mask(self):
@@ -87,7 +88,8 @@ class Rollout:
         if self.rewards is not None:
             rewards = self.rewards[b, g]
         return Rollout(
-            prompts=[self.prompts[i] for i in chosen], kept=[self.kept[i] for i in chosen],
+            prompts=[self.prompts[i] for i in chosen],
+            kept=[self.kept[i] for i in chosen],
             sizes=sizes, rewards=rewards, tokens=self.tokens[b, g],
             lengths=self.lengths[b, g], stopped=self.stopped[b, g],
             logp_roll=self.logp_roll[b, g], temperature=self.temperature,
@@ -146,7 +148,9 @@ def prefill(model, cache, prompts, max_rows):
     first = 0
     while first < len(prompts):
         last = first + 1
-        while last < len(prompts) and sum(map(len, prompts[first:last + 1])) <= max_rows:
+        rows = len(prompts[first])
+        while last < len(prompts) and rows + len(prompts[last]) <= max_rows:
+            rows += len(prompts[last])
             last += 1
         logits.append(prefill_row(model, cache, prompts[first:last], first))
         first = last
@@ -174,7 +178,8 @@ def prefill_row(model, cache, prompts, first):
         for size, same in groupby(sizes):  # neighbours of one length together
             count = len(list(same))
             rows = slice(row, row + size * count)
-            cache.write_prompts(slice(b, b + count), layer, q[rows], k=k[rows], v=v[rows])
+            which = slice(b, b + count)
+            cache.write_prompts(which, layer, q[rows], k=k[rows], v=v[rows])
             row += size * count
             b += count
         # the output goes over q, which nobody needs any more; the dense keys go with this layer
@@ -205,7 +210,8 @@ def generate(model, prompts, group, max_new_tokens, temperature=1.0, eviction=No
                     eviction=eviction, seed=seed, device=device, dtype=model.dtype)
     rng = torch.Generator(device=device).manual_seed(seed)
     stop = torch.tensor(sorted(stop_ids), device=device, dtype=torch.int64)
-    start = torch.tensor(sizes, device=device).repeat_interleave(group)  # (S,) first position
+    # the position of the first response token
+    start = torch.tensor(sizes, device=device).repeat_interleave(group)  # (S,)
     tokens = torch.zeros(S, R, dtype=torch.int64, device=device)
     fp32 = torch.promote_types(model.dtype, torch.float32)
     logps = torch.zeros(S, R, dtype=fp32, device=device)
@@ -237,7 +243,7 @@ def generate(model, prompts, group, max_new_tokens, temperature=1.0, eviction=No
         asks = len(stop) and (device.type == "cpu" or t % 8 == 0)
         if asks and (tokens[:, :t, None] == stop).any(2).any(1).all():
             break
-        if t == 2 and device.type == "cuda":  # the first step compiled and warmed up all
+        if t == 2 and device.type == "cuda":  # step 1 compiled and warmed up all
             run = record(step, device)
         run()
         if t < R - 1:  # nothing is sampled after step R - 1
@@ -259,17 +265,17 @@ def logged(cache, prompts, group, temperature, tokens, logps, stop):
     logps = logps.masked_fill(past, 0)
     # asked once and not at every step: NaN or inf among its logits makes a token's log-prob NaN
     if not logps.isfinite().all():
-        raise NotFinite("the model's logits hold NaN or inf: a weight is not finite, or "
-                        "training diverged")
+        raise NotFinite("the model's logits hold NaN or inf: a weight is not finite, "
+                        "or training diverged")
     if not cache.finite:
         method = cache.eviction.method
         raise NotFinite(f"eviction method {method!r} gave scores that are not finite")
     until = cache.until.unflatten(1, grid)                      # (L, B, G, nkv, R)
     sizes = [len(prompt) for prompt in prompts]
     return Rollout(
-        prompts=prompts, temperature=temperature, kept=cache.kept_positions(), sizes=sizes,
+        prompts=prompts, sizes=sizes, kept=cache.kept_positions(),
         tokens=tokens.view(*grid, R), logp_roll=logps.view(*grid, R),
-        lengths=lengths.view(grid), stopped=stopped.view(grid),
+        lengths=lengths.view(grid), stopped=stopped.view(grid), temperature=temperature,
         until=until.permute(0, 3, 1, 2, 4).contiguous(),        # (L, nkv, B, G, R)
         kv=kv_bytes(cache, sum(sizes), group, S * (R - 1)))
 

@@ -69,11 +69,13 @@ def mass(q, k, filled):
     S, W, nh, hs = q.shape
     B, nkv, K, _ = k.shape
     G = S // B
-    q = q.view(B, G, W, nkv, nh // nkv, hs).permute(0, 3, 1, 4, 2, 5)  # (B, nkv, G, g, W, hs)
+    q = q.view(B, G, W, nkv, nh // nkv, hs)
+    q = q.permute(0, 3, 1, 4, 2, 5)                             # (B, nkv, G, g, W, hs)
     padding = torch.arange(K, device=q.device) >= filled[..., None]  # (B, nkv, K)
     found = []
     for b in range(B):
-        logits = matmul32(q[b].flatten(1, 3), k[b].transpose(1, 2))  # (nkv, G * g * W, K)
-        logits = (logits * hs ** -0.5).masked_fill(padding[b, :, None], -torch.inf)
+        rows = q[b].flatten(1, 3)                               # (nkv, G * g * W, hs)
+        logits = matmul32(rows, k[b].transpose(1, 2)) * hs ** -0.5  # (nkv, .., K)
+        logits = logits.masked_fill(padding[b, :, None], -torch.inf)
         found.append(logits.logsumexp(-1).view(nkv, G, -1, W))  # (nkv, G, g, W)
     return torch.stack(found).transpose(1, 2).reshape(S, nh, W)

@@ -21,16 +21,17 @@ ARCHITECTURES = {
     "mistral": dict(
         name="MistralForCausalLM", qkv_bias=False, o_bias=False, qk_norm=False),
 }
-REQUIRED = """hidden_size intermediate_size num_hidden_layers num_attention_heads vocab_size
-    max_position_embeddings rms_norm_eps""".split()
+REQUIRED = """hidden_size intermediate_size num_hidden_layers num_attention_heads
+    vocab_size max_position_embeddings rms_norm_eps""".split()
 # keys of config.json that change what is computed, in families that are not read here (Granite,
 # Gemma, SmolLM3, MiniCPM, GPT-NeoX, mixtures of experts): one that is not off is refused, whatever
 # its family; but for those that are read below
 CHANGES = re.compile(
-    "multiplier|scal|soft_?cap|no_?rope|interleav|clip|window|chunk|expert|mrope|mup|qk_|"
-    "query_|temperature_tuning|local_|global_|bidirect|alibi|non_causal|rotary|"
-    "rope_(pct|ratio)|output_gate|parallel_(residual|attn|block)|zero_centered|post_norm|"
-    "kv_shared|head_bias|k_eq_v|compression|pruned|encoder_decoder|cross_attention|sink")
+    "multiplier|scal|soft_?cap|no_?rope|interleav|clip|window|chunk|expert|mrope|mup|"
+    "qk_|query_|temperature_tuning|local_|global_|bidirect|alibi|non_causal|rotary|"
+    "rope_(pct|ratio)|output_gate|parallel_(residual|attn|block)|zero_centered|"
+    "post_norm|kv_shared|head_bias|k_eq_v|compression|pruned|encoder_decoder|"
+    "cross_attention|sink")
 READ = """rope_scaling sliding_window use_sliding_window max_window_layers
     partial_rotary_factor""".split()
 # keys that say what is computed here too, with the values that say so
@@ -105,7 +106,8 @@ class Config:
     def check(self):
         """Raises ValueError for sizes that do not go together."""
         if self.head_size == 0 or self.head_size % 2:
-            raise ValueError(f"head_dim must be even and positive, got {self.head_size}")
+            raise ValueError(
+                f"head_dim must be even and positive, got {self.head_size}")
         if self.n_head * self.head_size >= LARGEST:
             raise ValueError(f"num_attention_heads {self.n_head} x head_dim "
                              f"{self.head_size} is more than any model has")
@@ -126,8 +128,8 @@ def read_config(file, device):
     except ValueError as e:
         raise ValueError(f"{file}: {e}") from None
     if torch.device(device).type == "cuda" and config.head_size > 128:
-        raise ValueError(f"{file}: the Triton kernels take head sizes up to 128, the model "
-                         f"has {config.head_size}")
+        raise ValueError(f"{file}: the Triton kernels take head sizes up to 128, the "
+                         f"model has {config.head_size}")
     return config
 
 
@@ -155,8 +157,8 @@ def refuse_unsupported(raw):
     """Raises ValueError, naming what in config.json would be computed wrongly or is missing."""
     arch = entry(raw, "model_type", str)
     if arch not in ARCHITECTURES:
-        raise ValueError(f"unknown architecture model_type={shown(arch)}: this code reads "
-                         f"{', '.join(ARCHITECTURES)}")
+        raise ValueError(f"unknown architecture model_type={shown(arch)}: this code "
+                         f"reads {', '.join(ARCHITECTURES)}")
     missing = [key for key in REQUIRED if key not in raw]
     if missing:
         raise ValueError(f"config.json lacks {', '.join(missing)}")
@@ -167,10 +169,11 @@ def refuse_unsupported(raw):
         raise ValueError(
             f"hidden_act={shown(raw['hidden_act'])} is not supported (silu is)")
     if entry(raw, "use_sliding_window", bool, False):
-        raise ValueError("sliding-window attention (use_sliding_window) is not supported")
+        raise ValueError(
+            "sliding-window attention (use_sliding_window) is not supported")
     if window is not None:
-        raise ValueError(f"sliding-window attention (sliding_window={shown(window)}) is "
-                         "not supported: null is")
+        raise ValueError(f"sliding-window attention (sliding_window={shown(window)}) "
+                         "is not supported: null is")
     kinds = entry(raw, "layer_types", list, [])
     n_layer = size(raw, "num_hidden_layers")
     if kinds and len(kinds) != n_layer:
@@ -189,7 +192,8 @@ def refuse_changes(raw, name):
     by which others compute something else."""
     for found in entry(raw, "architectures", list, []):
         if found != name:
-            raise ValueError(f"architectures: {shown(found)} is not supported ({name} is)")
+            raise ValueError(
+                f"architectures: {shown(found)} is not supported ({name} is)")
     if raw.get("auto_map"):
         raise ValueError("auto_map: a model with code of its own is not supported")
     for key, known in SAME_HERE.items():

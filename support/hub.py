@@ -12,6 +12,7 @@ import torch
 from support.jsonfile import entry, read_json, shown
 from support.run import is_of_a_run
 
+HERE = re.compile(r"[\w.-]+\.safetensors")  # a file in the same folder
 DTYPES = ("F64", "F32", "BF16", "F16")  # of tensors, as safetensors calls them
 
 
@@ -23,8 +24,8 @@ def find_checkpoint(path):
         raise FileNotFoundError(
             f"{folder} is a file: name the folder that holds config.json")
     if is_of_a_run(os.path.join(folder, "config.json")):
-        raise FileNotFoundError(f"{folder} is a run's folder: say --model={folder}/model "
-                                f"or {folder}/best")
+        raise FileNotFoundError(
+            f"{folder} is a run's folder: say --model={folder}/model or {folder}/best")
     if not os.path.isdir(folder):
         if folder.startswith(("/", ".", "~")) or folder.count("/") > 1:
             raise FileNotFoundError(f"{shown(path)}: no such folder")
@@ -46,19 +47,20 @@ def download(name):
     try:
         return snapshot_download(
             name, allow_patterns=["*.json", "*.safetensors", "*.jinja"],
-            ignore_patterns=["*/*", "consolidated*"])  # the same weights in other layouts
+            # the same weights in other layouts
+            ignore_patterns=["*/*", "consolidated*"])
     except Exception as e:
         raise FileNotFoundError(
-            f"{shown(name)} is neither a local folder nor could it be downloaded from the "
-            f"hub: {why_not(e)}") from None
+            f"{shown(name)} is neither a local folder nor could it be downloaded from "
+            f"the hub: {why_not(e)}") from None
 
 
 def why_not(error):
     """What huggingface_hub raises, in a line that says what to do."""
     from huggingface_hub.errors import GatedRepoError, RepositoryNotFoundError
     if isinstance(error, GatedRepoError):
-        return ("its owner has not given you access: ask on the model's page, then log in "
-                "or set HF_TOKEN")
+        return ("its owner has not given you access: ask on the model's page, then log "
+                "in or set HF_TOKEN")
     if isinstance(error, RepositoryNotFoundError):
         return "no model has this name, or only those who log in may see it (HF_TOKEN)"
     return " ".join(str(error).split())[:300] or type(error).__name__
@@ -80,8 +82,8 @@ def read_tensors(path, config, dtype):
             tensors[name] = file, tensor
     layers = {name.split(".")[1] for name in tensors if name.startswith("layers.")}
     if len(layers) < config.n_layer:
-        raise ValueError(f"{path}: config.json says {config.n_layer} num_hidden_layers, "
-                         f"the weights have {len(layers)}")
+        raise ValueError(f"{path}: config.json says {config.n_layer} "
+                         f"num_hidden_layers, the weights have {len(layers)}")
     if config.tied and {"lm_head.weight", "embed_tokens.weight"} <= tensors.keys():
         _, head = tensors["lm_head.weight"]
         _, embedding = tensors["embed_tokens.weight"]
@@ -105,8 +107,8 @@ def check_names(path, wanted, tensors):
     for name, tensor in wanted.items():
         file, found = tensors[name]
         if found.shape != tensor.shape:
-            raise ValueError(f"{file}: {name} has shape {tuple(found.shape)}, config.json "
-                             f"implies {tuple(tensor.shape)}")
+            raise ValueError(f"{file}: {name} has shape {tuple(found.shape)}, "
+                             f"config.json implies {tuple(tensor.shape)}")
 
 
 def copy_finite(wanted, tensors):
@@ -143,8 +145,8 @@ def read_safetensors(path):
                 for name in listed or f.keys():
                     kind = f.get_slice(name).get_dtype()
                     if kind not in DTYPES:
-                        raise ValueError(f"{file}: tensor {shown(name)} has dtype {kind}, "
-                                         f"this code reads {', '.join(DTYPES)}")
+                        raise ValueError(f"{file}: tensor {shown(name)} has dtype "
+                                         f"{kind}, this code reads {', '.join(DTYPES)}")
                     yield file, name, f.get_tensor(name)
         # TypeError: a tensor without elements whose other sizes are absurd
         except (SafetensorError, TypeError) as e:
@@ -164,10 +166,9 @@ def read_index(path):
     shards = {}
     try:
         for name, shard in entry(read_json(index), "weight_map", dict).items():
-            here = isinstance(shard, str) and re.fullmatch(r"[\w.-]+\.safetensors", shard)
-            if not here:
-                raise ValueError(f"{shown(name)} is in {shown(shard)}, which is no name of "
-                                 "a .safetensors file in this folder")
+            if not isinstance(shard, str) or not HERE.fullmatch(shard):
+                raise ValueError(f"{shown(name)} is in {shown(shard)}, which is no "
+                                 "name of a .safetensors file in this folder")
             shards.setdefault(shard, []).append(name)
         if not shards:
             raise ValueError("weight_map lists no tensor")

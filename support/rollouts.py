@@ -41,8 +41,9 @@ def check_request(model, prompts, group, max_new_tokens, temperature, prefill_ro
         if len(prompt) == 0:
             raise ValueError(f"prompt {b} is empty")
         if len(prompt) + max_new_tokens > context:
-            raise ValueError(f"prompt {b} has {len(prompt)} tokens; with {max_new_tokens} "
-                             f"new ones that exceeds the context of {context}")
+            raise ValueError(f"prompt {b} has {len(prompt)} tokens; with "
+                             f"{max_new_tokens} new ones that exceeds the context of "
+                             f"{context}")
     stop_ids = token_ids("stop_ids", stop_ids, vocab_size)
     return prompts, stop_ids, (first * group, count * group)
 
@@ -52,7 +53,8 @@ def token_ids(name, ids, vocab_size):
     try:
         ids = [operator.index(token) for token in ids]
     except TypeError:
-        raise ValueError(f"{name} must be a list of token ids, got {ids!r:.80}") from None
+        raise ValueError(
+            f"{name} must be a list of token ids, got {ids!r:.80}") from None
     for token in (min(ids, default=0), max(ids, default=0)):
         if not 0 <= token < vocab_size:
             raise ValueError(
@@ -72,8 +74,8 @@ def check_log(rollout):
     sizes = [len(prompt) for prompt in rollout.prompts]
     for b, (size, sampled) in enumerate(zip(sizes, rollout.sizes or sizes)):
         if size < 1 or size != sampled:
-            raise ValueError(
-                f"prompt {b} has {size} tokens, the one that was sampled from {sampled}")
+            raise ValueError(f"prompt {b} has {size} tokens, the one that was sampled "
+                             f"from {sampled}")
     shortest, longest = torch.stack(rollout.lengths.aminmax()).tolist()
     if shortest < 1 or longest > R:
         raise ValueError(
@@ -101,13 +103,13 @@ def check_model(rollout, model):
     config = model.config
     got, need = rollout.until.shape[:2], (config.n_layer, config.n_kv_head)
     if got != need:
-        raise ValueError(f"the log holds lifetimes of (layers, KV heads) = {tuple(got)}, the "
-                         f"model needs {need}")
+        raise ValueError("the log holds lifetimes of (layers, KV heads) = "
+                         f"{tuple(got)}, the model needs {need}")
     prompts = rollout.prompts
     longest = max(map(len, prompts)) + rollout.tokens.shape[2]
     if longest > config.max_pos:
-        raise ValueError(f"prompt and response have up to {longest} tokens, the model's "
-                         f"context is {config.max_pos}")
+        raise ValueError(f"prompt and response have up to {longest} tokens, the "
+                         f"model's context is {config.max_pos}")
     sampled = rollout.tokens[rollout.mask]                      # (n,)
     least, most = torch.stack(sampled.aminmax()).tolist()
     lowest = min(least, *map(min, prompts))
@@ -125,9 +127,9 @@ def check_shapes(rollout):
     until, lengths = rollout.until.shape, rollout.lengths.shape
     prompts, kept = len(rollout.prompts), len(rollout.kept)
     if (prompts, kept, until[2:], lengths) != (B, B, grid, grid[:2]):
-        raise ValueError(f"the log does not fit {B} prompts x {G} samples x {R} tokens: "
-                         f"{prompts} prompts, kept for {kept}, until {tuple(until)}, "
-                         f"lengths {tuple(lengths)}")
+        raise ValueError(f"the log does not fit {B} prompts x {G} samples x {R} "
+                         f"tokens: {prompts} prompts, kept for {kept}, until "
+                         f"{tuple(until)}, lengths {tuple(lengths)}")
     L, nkv = until[:2]
     for layers in rollout.kept:
         if len(layers) != L or any(len(heads) != nkv for heads in layers):

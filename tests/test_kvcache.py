@@ -140,7 +140,7 @@ def counts_attention_elsewhere(name):
     weighs the scored keys against each other alone must say so, and is never told."""
     q, k = prompts_qk()
     other = q.flip(1)
-    if isinstance(EVICT[name], Method) and not EVICT[name].elsewhere:
+    if isinstance(EVICT[name], Method) and not EVICT[name].needs_elsewhere:
         away = torch.full((3, NH, P), 100.0)
         assert torch.equal(score(name, q, k, away), score(name, q, k))
         return
@@ -268,7 +268,7 @@ def test_mistakes_that_the_cache_makes_harmless(model, harmless, monkeypatch):
 
 def test_relative_methods_say_so(monkeypatch):
     """The control: who reads `elsewhere` and says that it does not is found."""
-    monkeypatch.setitem(EVICT, "votes", Method(votes, elsewhere=False))
+    monkeypatch.setitem(EVICT, "votes", Method(votes, needs_elsewhere=False))
     assert violated("votes") == {"counts_attention_elsewhere"}
 
 
