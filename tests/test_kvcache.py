@@ -7,6 +7,7 @@ import os
 import random
 import weakref
 from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
@@ -185,82 +186,49 @@ def votes(q, k, e, elsewhere=None, ahead=0):
     return s.softmax(-1)[..., :n].sum(2).mean(1)                # (nkv, n)
 
 
-def sign_flipped(q, k, e, elsewhere=None):
-    return -votes(q, k, e, elsewhere)
-
-
-def sees_the_future(q, k, e, elsewhere=None):
-    return votes(q, k, e, elsewhere, ahead=W)
-
-
-def sees_one_key_ahead(q, k, e, elsewhere=None):
-    return votes(q, k, e, elsewhere, ahead=1)
-
-
-def ignores_elsewhere(q, k, e, elsewhere=None):
-    return votes(q, k, e)
-
-
-def one_key_off(q, k, e, elsewhere=None):
-    return votes(q, k, e, elsewhere).roll(1, -1)
-
-
-def not_a_number(q, k, e, elsewhere=None):
-    return votes(q, k, e, elsewhere).index_fill(-1, torch.tensor(5), torch.nan)
-
-
-def infinite(q, k, e, elsewhere=None):
-    return votes(q, k, e, elsewhere).index_fill(-1, torch.tensor(5), -torch.inf)
-
-
-def one_key_short(q, k, e, elsewhere=None):
-    return votes(q, k, e, elsewhere)[:, :-1]
-
-
-def of_query_heads(q, k, e, elsewhere=None):
-    return votes(q, k, e, elsewhere).repeat_interleave(2, 0)
-
-
-def throws_dice(q, k, e, elsewhere=None):
-    return votes(q, k, e, elsewhere) + torch.tensor([random.random() for _ in k])
-
-
-def throws_torch_dice(q, k, e, elsewhere=None):
-    """Harmless: torch's generator is seeded by (seed, layer, step), and left as it was."""
-    return votes(q, k, e, elsewhere) + torch.rand(len(k))
+def at_five(value):
+    return lambda *x: votes(*x).index_fill(-1, torch.tensor(5), value)
 
 
 def compares_with_all(q, k, e, elsewhere=None):
-    """Harmless: it is handed one prompt, and cannot average over others (but see below)."""
     x = votes(q, k, e, elsewhere)
     return x - x.mean(0) / 2
 
 
-def drops_the_window(q, k, e, elsewhere=None):
-    """Harmless: `keep` does not ask for the scores of sinks and window."""
-    late = torch.arange(len(k)) >= len(k) - len(q)
-    return votes(q, k, e, elsewhere).masked_fill(late, -1e30)
+BROKEN = {  # name: method, the property that it lacks
+    "sign flipped": (lambda *x: -votes(*x), finds_the_needle),
+    "one key off": (lambda *x: votes(*x).roll(1, -1), finds_the_needle),
+    "sees the future": (partial(votes, ahead=W), sees_no_future),
+    "sees one key ahead": (partial(votes, ahead=1), sees_no_future),
+    "ignores elsewhere": (lambda q, k, e, z=None: votes(q, k, e), counts_attention_elsewhere),
+    "throws dice": (lambda q, k, *x: votes(q, k, *x) + torch.tensor([random.random() for _ in k]),
+                    twice_the_same),
+    "NaN": (at_five(torch.nan), finite_scores_of_the_right_shape),
+    "infinite": (at_five(-torch.inf), finite_scores_of_the_right_shape),
+    "one key short": (lambda *x: votes(*x)[:, :-1], finite_scores_of_the_right_shape),
+    "of query heads": (lambda *x: votes(*x).repeat_interleave(2, 0),
+                       finite_scores_of_the_right_shape)}
+HARMLESS = {  # and why
+    "votes": votes,
+    # torch's generator is seeded by (seed, layer, step), and left as it was
+    "throws torch's dice": lambda q, k, *x: votes(q, k, *x) + torch.rand(len(k)),
+    # it is handed one prompt, and cannot average over others (but see below)
+    "compares with all": compares_with_all,
+    # `keep` does not ask for the scores of sinks and window
+    "drops the window": lambda q, k, *x: votes(q, k, *x).masked_fill(
+        torch.arange(len(k)) >= len(k) - len(q), -1e30)}
 
 
-BROKEN = {
-    sign_flipped: finds_the_needle, one_key_off: finds_the_needle,
-    sees_the_future: sees_no_future, sees_one_key_ahead: sees_no_future,
-    ignores_elsewhere: counts_attention_elsewhere, throws_dice: twice_the_same,
-    not_a_number: finite_scores_of_the_right_shape, infinite: finite_scores_of_the_right_shape,
-    one_key_short: finite_scores_of_the_right_shape,
-    of_query_heads: finite_scores_of_the_right_shape}
-HARMLESS = [votes, throws_torch_dice, compares_with_all, drops_the_window]
+@pytest.mark.parametrize("name", BROKEN)
+def test_broken_methods_are_found(name, monkeypatch):
+    method, lacks = BROKEN[name]
+    monkeypatch.setitem(EVICT, "broken", method)
+    assert lacks.__name__ in violated("broken")
 
 
-@pytest.mark.parametrize("broken", BROKEN, ids=lambda f: f.__name__)
-def test_broken_methods_are_found(broken, monkeypatch):
-    monkeypatch.setitem(EVICT, "broken", broken)
-    assert BROKEN[broken].__name__ in violated("broken")
-
-
-@pytest.mark.parametrize("harmless", HARMLESS, ids=lambda f: f.__name__)
-def test_mistakes_that_the_cache_makes_harmless(model, harmless, monkeypatch):
-    monkeypatch.setitem(EVICT, "harmless", harmless)
+@pytest.mark.parametrize("name", HARMLESS)
+def test_mistakes_that_the_cache_makes_harmless(model, name, monkeypatch):
+    monkeypatch.setitem(EVICT, "harmless", HARMLESS[name])
     assert violated("harmless") == set()
     r = generate(model, prompts(61, 40), 3, 20, eviction=replace(OWN, method="harmless"))
     assert r.until.min() < 20 and gap(model, r) <= 1e-4
@@ -294,18 +262,18 @@ def test_scores_at_once_are_each_by_itself(name, monkeypatch):
         assert change(got, want) < 1e-5 < change(got.roll(1, 0), want)
 
 
-@pytest.mark.parametrize("broken, say", [
-    (not_a_number, "not finite"), (infinite, "not finite"),
-    (one_key_short, r"scored \(2, 39\), not \(KV heads, keys\) = \(2, 40\)"),
-    (of_query_heads, r"scored \(4, 40\)")])
-def test_generate_refuses_such_scores(model, broken, say, monkeypatch):
+@pytest.mark.parametrize("name, say", [
+    ("NaN", "not finite"), ("infinite", "not finite"),
+    ("one key short", r"scored \(2, 39\), not \(KV heads, keys\) = \(2, 40\)"),
+    ("of query heads", r"scored \(4, 40\)")])
+def test_generate_refuses_such_scores(model, name, say, monkeypatch):
     def later(q, k, e, elsewhere=None):
         if elsewhere is None:  # the prompt
             return votes(q, k, e)
-        return not_a_number(q, k, e, elsewhere)
+        return BROKEN["NaN"][0](q, k, e, elsewhere)
 
     ask = dict(model=model, prompts=prompts(40), group=2, max_new_tokens=20)
-    monkeypatch.setitem(EVICT, "broken", broken)
+    monkeypatch.setitem(EVICT, "broken", BROKEN[name][0])
     e = Eviction("broken", **SMALL)
     with pytest.raises(ValueError, match=say):
         generate(**ask, eviction=e)
@@ -491,12 +459,6 @@ def test_scoring_in_slices_is_the_same(monkeypatch):
 
 # what is kept
 
-def test_keep_different_numbers():
-    """What follows the kept positions is n, which is no position."""
-    score, count = torch.tensor([[1.0, 4, 3, 2, 0]] * 3), torch.tensor([4, 3, 2])
-    assert keep(score, 4, 1, 1, count=count).tolist() == [[0, 1, 2, 4], [0, 1, 4, 5], [0, 4, 5, 5]]
-
-
 def test_keep():
     """Sinks and window whatever their scores, then the best; of equals the earlier."""
     nan, inf = torch.nan, torch.inf
@@ -506,6 +468,9 @@ def test_keep():
     many = rows(2, 3, 4, 20)  # leading dimensions
     for i in range(2):
         assert torch.equal(keep(many, 9, 3, 2)[i], keep(many[i], 9, 3, 2))
+    # different numbers: what follows the kept positions is n, which is no position
+    score, count = torch.tensor([[1.0, 4, 3, 2, 0]] * 3), torch.tensor([4, 3, 2])
+    assert keep(score, 4, 1, 1, count=count).tolist() == [[0, 1, 2, 4], [0, 1, 4, 5], [0, 4, 5, 5]]
 
 
 @pytest.mark.parametrize("n", [1, 2, 11, 23, 24, 25, 96])
@@ -521,12 +486,15 @@ def test_kept_per_prompt(model, method, n):
 def test_settings_check_themselves():
     for say, wrong in (("unknown spread 'flat': choose from uniform", dict(spread="flat")),
                        ("unknown eviction method 'h2o2'", dict(method="h2o2")),
-                       ("budget 36 must be above", dict(budget=36)),
+                       ("budget 36 must be above window \\+ sinks", dict(budget=36)),
                        ("window 0 must be at least 1", dict(window=0)),
-                       ("sinks -1 at least 0", dict(sinks=-1))):
+                       ("sinks -1 at least 0", dict(sinks=-1)), ("pool 4 odd", dict(pool=4)),
+                       ("must be above the window of 32", dict(response_budget=32)),
+                       ("period 0 at least 1", dict(response_budget=33, period=0)),
+                       ("must name a method", dict(response_budget=33, method="none"))):
         with pytest.raises(ValueError, match=say):
             Eviction(**wrong)
-    Eviction(budget=37)
+    Eviction(budget=37, response_budget=33, period=1)
     Eviction("none", budget=0)
 
 
@@ -550,16 +518,16 @@ def test_pyramid_keeps_what_uniform_keeps():
                 assert line.floor().sum() < n_layer * budget
 
 
-@pytest.mark.parametrize("response", [{}, dict(response_budget=10, period=5)], ids=str)
-def test_pyramid_in_the_cache(model, method, response):
+@pytest.mark.parametrize("n_own", [20, 15])
+def test_pyramid_in_the_cache(model, n_own):
     """Layers keep 37, 24 and 11 keys; storage and log say so, to the byte."""
-    e = Eviction(method, **SMALL, spread="pyramid", **response)
+    e = Eviction(**SMALL, spread="pyramid")
+    if n_own < 20:
+        e = replace(e, response_budget=10, period=5)
     r = generate(model, prompts(61, 40, 20), 2, 21, eviction=e)
     counts = [[k.shape[1] for k in kept] for kept in r.kept]
     assert counts == [[37, 24, 11], [37, 24, 11], [20, 20, 11]]
-    own = 3 * 6 * min(20, 10 + 5)                               # layers, samples, slots
-    if not response:
-        own = 3 * 6 * 20
+    own = 3 * 6 * n_own                                         # layers, samples, slots
     per_key = 2 * 2 * 16 * 4                                    # keys and values, heads, hs, bytes
     assert r.kv["kept"] == per_key * (3 * (37 + 24 + 11) + own)
     uniform = generate(model, prompts(61, 40, 20), 2, 21, eviction=replace(e, spread="uniform"))
