@@ -450,11 +450,11 @@ def test_scoring_in_slices_is_the_same(monkeypatch):
         return whole + [score(name, batch, keys) for name in ("snapkv", "rkv")]
 
     want = all_scores(k, keys)
+    for a, b in zip(all_scores(k.flip(1), keys.flip(2)), want):  # the control
+        assert (a - b).abs().max() > 1e-3
     monkeypatch.setattr(scores, "SCORE_BYTES", 1)
     for a, b in zip(all_scores(k, keys), want):
         torch.testing.assert_close(a, b, atol=1e-6, rtol=1e-5)
-    for a, b in zip(all_scores(k.flip(1), keys.flip(2)), want):
-        assert (a - b).abs().max() > 1e-3
 
 
 # what is kept
@@ -718,9 +718,7 @@ def test_storage_is_freed(model, monkeypatch):
     r = generate(model, prompts(100, 100), 3, 9, eviction=EVICTION)
     assert alive == [0] * 3 and all(ref() is None for _, ref in refs)
     per_key = 2 * 3 * 2 * 16 * 4                                # k and v, layers, heads, hs, bytes
-    assert r.kv["kept"] == per_key * (2 * 24 + 2 * 3 * 8)
-    assert r.kv["dense_shared"] == per_key * (2 * 100 + 2 * 3 * 8)
-    assert r.kv["dense"] == per_key * (2 * 3 * 100 + 2 * 3 * 8)
+    assert r.kv["dense"] == per_key * (2 * 3 * 100 + 2 * 3 * 8)  # the rest is in test_method.py
 
 
 def test_views_would_be_counted(model):

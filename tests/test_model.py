@@ -361,22 +361,18 @@ def test_padded_vocabulary_leaves_the_support(tmp_path, tied):
     assert torch.equal(a.head, b.head)
 
 
-def test_saving_over_a_sharded_checkpoint(tmp_path):
-    """A folder that held shards and their index must afterwards load as what was saved last, here
-    and in transformers."""
-    make(tmp_path, "llama", max_shard_size="20KB")
-    model = Transformer.from_pretrained(tmp_path)
-    model.norm.weight.data.fill_(3)
-    model.save_pretrained(tmp_path)
-    assert (Transformer.from_pretrained(tmp_path).norm.weight == 3).all()
-    assert (loaded(tmp_path).model.norm.weight == 3).all()
-
-
-def test_stray_files_are_not_read(tmp_path):
+def test_files_that_are_not_read(tmp_path):
+    """A stray file beside shards; shards and their index where a later model was saved over them,
+    in transformers too."""
     hf = make(tmp_path, "llama", max_shard_size="20KB")
     stray = {"model.norm.weight": torch.zeros(48)}
     safetensors.save_file(stray, tmp_path / "zz-stray.safetensors")
-    assert torch.equal(Transformer.from_pretrained(tmp_path).norm.weight, hf.model.norm.weight)
+    model = Transformer.from_pretrained(tmp_path)
+    assert torch.equal(model.norm.weight, hf.model.norm.weight)
+    model.norm.weight.data.fill_(3)
+    model.save_pretrained(tmp_path)
+    for again in (Transformer.from_pretrained(tmp_path), loaded(tmp_path).model):
+        assert (again.norm.weight == 3).all()
 
 
 CONFIG_ERRORS = {
@@ -406,8 +402,6 @@ CONFIG_ERRORS = {
     "auto_map": dict(auto_map=dict(AutoModelForCausalLM="modeling_mine.Mine")),
     "is_causal=false": dict(is_causal=False),
     "layer_types has 3 entries, num_hidden_layers is 2": dict(layer_types=["full_attention"] * 3),
-    r"sliding-window attention \(sliding_window=4096\)": dict(
-        model_type="mistral", architectures=["MistralForCausalLM"], sliding_window=4096),
 }
 # keys of other families and values that change something; {key: a value that does not}
 CHANGES = dict(
@@ -445,8 +439,10 @@ def test_refuses_what_other_families_compute(key):
 def test_mistral_has_a_window_unless_it_says_null():
     raw = raw_config(model_type="mistral", architectures=["MistralForCausalLM"])
     assert "sliding_window" not in raw
-    for window in ({}, dict(sliding_window=4096), dict(sliding_window=32768)):
-        with pytest.raises(ValueError, match="sliding-window attention"):
+    for size, window in ((4096, {}), (4096, dict(sliding_window=4096)),
+                         (32768, dict(sliding_window=32768))):
+        said = rf"sliding-window attention \(sliding_window={size}\)"
+        with pytest.raises(ValueError, match=said):
             Config.from_dict({**raw, **window})
     assert Config.from_dict({**raw, "sliding_window": None}).arch == "mistral"
 
