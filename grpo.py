@@ -50,7 +50,8 @@ CORRECTIONS = ("tis", "mis", "sparse_rl")
 @dataclass
 class Packed:
     """Groups laid out in one row of N tokens, for one forward pass of the learner."""
-    ids: torch.Tensor                                           # (N,) int64
+    # (N,) int64
+    ids: torch.Tensor
     # (N,) int64 true positions: response token t sits at P + t in every copy
     pos: torch.Tensor
     # (L, nkv, N) int32 rows: query i sees key j if j <= i < until[layer, head, j]
@@ -70,7 +71,7 @@ def pack_by_hand(rollout, policies=("dense", "shadow")):
     L, nkv = rollout.until.shape[:2]
     # dense copies come first: prompt keys that were dropped die where the shadow copies begin
     policies = [policy for policy in ("dense", "shadow") if policy in policies]
-    ids, pos, until = [], [], []               # of each row; until[row][layer][kv_head]
+    ids, pos, until = [], [], []  # of each row; until[row][layer][kv_head]
     rows = {policy: torch.full((B, G, R), -1) for policy in policies}
     for b, prompt in enumerate(rollout.prompts):
         P = len(prompt)
