@@ -50,10 +50,14 @@ CORRECTIONS = ("tis", "mis", "sparse_rl")
 @dataclass
 class Packed:
     """Groups laid out in one row of N tokens, for one forward pass of the learner."""
-    ids: torch.Tensor    # (N,) int64
-    pos: torch.Tensor    # (N,) int64 true positions: response token t sits at P + t in every copy
-    until: torch.Tensor  # (L, nkv, N) int32: query i sees key j if j <= i < until[layer, head, j]
-    rows: dict           # policy -> (B, G, R) int64: the row that predicts each token, else -1
+    # (N,) int64
+    ids: torch.Tensor
+    # (N,) int64 true positions: response token t sits at P + t in every copy
+    pos: torch.Tensor
+    # (L, nkv, N) int32 rows: query i sees key j if j <= i < until[layer, head, j]
+    until: torch.Tensor
+    # policy -> (B, G, R) int64: the row that predicts each token, else -1
+    rows: dict
 
 
 def pack_by_hand(rollout, policies=("dense", "shadow")):
@@ -66,149 +70,102 @@ def pack_by_hand(rollout, policies=("dense", "shadow")):
     B, G, R = rollout.tokens.shape
     L, nkv = rollout.until.shape[:2]
     # dense copies come first: prompt keys that were dropped die where the shadow copies begin
-    policies = [p for p in ("dense", "shadow") if p in policies]
+    policies = [policy for policy in ("dense", "shadow") if policy in policies]
     ids, pos, until = [], [], []  # of each row; until[row][layer][kv_head]
-    rows = {p: torch.full((B, G, R), -1) for p in policies}
+    rows = {policy: torch.full((B, G, R), -1) for policy in policies}
     for b, prompt in enumerate(rollout.prompts):
-        P, lengths = len(prompt), rollout.lengths[b].tolist()
+        P = len(prompt)
+        fed = [n - 1 for n in rollout.lengths[b].tolist()]  # rows of each copy
         first = len(ids)  # the row of the prompt's first token
-        own = sum(n - 1 for n in lengths)  # rows that the responses take under one policy
+        own = sum(fed)  # rows that the responses take under one policy
         end = first + P + len(policies) * own  # where the next group begins
-        dropped_at = end - own if "shadow" in policies else end  # where the shadow copies begin
+        # where the shadow copies begin
+        dropped_at = end - own if "shadow" in policies else end
 
         for j, token in enumerate(prompt):
             ids.append(token)
             pos.append(j)
-            until.append([[end if j in rollout.kept[b][layer][head] else dropped_at
-                           for head in range(nkv)] for layer in range(L)])
+            kept = [[j in rollout.kept[b][layer][head] for head in range(nkv)]
+                    for layer in range(L)]
+            until.append([[end if stays else dropped_at for stays in heads]
+                          for heads in kept])
 
         for policy in policies:
             for g in range(G):
                 born = len(ids)  # the first row of this copy
-                gone = born + lengths[g] - 1  # the row after its last
+                gone = born + fed[g]  # the row after its last
                 rows[policy][b, g, 0] = first + P - 1
-                for t in range(lengths[g] - 1):
+                for t in range(fed[g]):
                     ids.append(int(rollout.tokens[b, g, t]))
                     pos.append(P + t)
                     dies = torch.full((L, nkv), gone)  # with its copy
                     if policy == "shadow":  # or when the sampler dropped it
-                        dies = dies.minimum(born + rollout.until[:, :, b, g, t].cpu())
+                        dropped = born + rollout.until[:, :, b, g, t].cpu()
+                        dies = dies.minimum(dropped)
                     until.append(dies.tolist())
                     rows[policy][b, g, t + 1] = born + t
-    until = torch.tensor(until, dtype=torch.int32).permute(1, 2, 0).contiguous()  # (L, nkv, N)
+    until = torch.tensor(until, dtype=torch.int32)              # (N, L, nkv)
+    until = until.permute(1, 2, 0).contiguous()                 # (L, nkv, N)
     return Packed(torch.tensor(ids), torch.tensor(pos), until, rows)
 
 
 def pack(rollout, policies=("dense", "shadow")):
     """Lay a rollout out for the learner; `policies` says which copies it holds. -> Packed
 
-    `pack_by_hand` in tensors, a policy's copies of a whole group at a time. Raises ValueError for a
-    log that does not fit."""
-    check_policies(policies)
-    lengths = check_log(rollout)
-    kept = kept_slots(rollout)
-    policies = [p for p in ("dense", "shadow") if p in policies]
-    B, G, R = rollout.tokens.shape
-    (L, nkv), dev = rollout.until.shape[:2], rollout.tokens.device
-    ids, pos, until = [], [], []
-    rows = {p: torch.full((B, G, R), -1, dtype=torch.int64, device=dev) for p in policies}
-    first = 0
-    for b, prompt in enumerate(rollout.prompts):
-        P, own = len(prompt), sum(lengths[b]) - G
-        n = rollout.lengths[b] - 1                                        # (G,) rows of a copy
-        end = first + P + len(policies) * own
-        dropped_at = end - own if "shadow" in policies else end
-        dies = torch.full((L, nkv, end - first), dropped_at, dtype=torch.int32, device=dev)
-        lives = torch.full((L * nkv * P,), dropped_at, dtype=torch.int32, device=dev)
-        dies[:, :, :P] = lives.index_fill_(0, kept[b], end).view(L, nkv, P)
-        ids.append(torch.tensor(prompt, device=dev))
-        pos.append(torch.arange(P, device=dev))
-        # sample and token of each row of a policy's copies, (own,) each
-        g, t = (torch.arange(R, device=dev) < n[:, None]).nonzero(as_tuple=True)
-        born = first + P
-        for policy in policies:
-            ids.append(rollout.tokens[b, g, t])
-            pos.append(P + t)
-            steps = n[g]                                                  # (own,) the copy's length
-            if policy == "shadow":
-                steps = rollout.until[:, :, b, g, t].minimum(steps)       # (L, nkv, own)
-            copy = born + n.cumsum(0)[g] - n[g]                           # first row of its copy
-            dies[:, :, born - first:born - first + own] = copy + steps
-            rows[policy][b, :, 0] = first + P - 1
-            rows[policy][b, g, t + 1] = torch.arange(born, born + own, device=dev)
-            born += own
-        until.append(dies)
-        first = end
-    return Packed(torch.cat(ids), torch.cat(pos), torch.cat(until, dim=2), rows)
+    `pack_by_hand` line by line, in tensors: a policy's copies of a whole group at a time. Of
+    responses of 4, 2 and 3 tokens, where a policy's copies begin at row 100:
 
+        g     0    0    0    1    2    2      sample and token of each row
+        t     0    1    2    0    0    1
+        row   100  101  102  103  104  105
+        born  100  100  100  103  104  104    by sample 100 103 104, fed 3 1 2
+        gone  103  103  103  104  106  106    by sample 103 104 106
 
-def check_policies(policies):
+    Raises ValueError for a log that does not fit."""
     if (not policies or len(set(policies)) < len(policies)
             or not set(policies) <= {"dense", "shadow"}):
-        raise ValueError(f"policies are 'dense' and 'shadow', each at most once, got {policies!r}")
-
-
-def check_log(rollout):
-    """-> lengths as lists. Raises ValueError for a log that does not fit the rollout."""
-    grid = B, G, R = rollout.tokens.shape
-    shapes = rollout.until.shape[2:], rollout.lengths.shape
-    if (len(rollout.prompts), len(rollout.kept), *shapes) != (B, B, grid, grid[:2]):
-        raise ValueError(f"the log does not fit {B} prompts x {G} samples x {R} tokens: "
-                         f"{len(rollout.prompts)} prompts, kept for {len(rollout.kept)}, until "
-                         f"{tuple(rollout.until.shape)}, lengths {tuple(rollout.lengths.shape)}")
-    check_integers(tokens=rollout.tokens, lengths=rollout.lengths, until=rollout.until)
-    T = rollout.temperature
-    if not isinstance(T, (int, float)) or not 0 <= T < float("inf"):
-        raise ValueError(f"temperature must be finite and not negative, got {T!r}")
-    sizes = [len(prompt) for prompt in rollout.prompts]
-    for b, (P, sampled) in enumerate(zip(sizes, rollout.sizes or sizes)):
-        if P < 1 or P != sampled:
-            raise ValueError(f"prompt {b} has {P} tokens, the one that was sampled from {sampled}")
-    lengths = rollout.lengths.tolist()  # asked once: each question stalls a card
-    shortest, longest = min(map(min, lengths)), max(map(max, lengths))
-    if shortest < 1 or longest > R:
-        raise ValueError(f"response lengths must be 1 to {R}, got {shortest} to {longest}")
-    born = torch.arange(R, device=rollout.until.device)
-    if not ((rollout.until > born) | ~rollout.mask).all():
-        raise ValueError("until of response token t must be above t: its own query sees its key")
-    return lengths
-
-
-def check_integers(**tensors):
-    for name, x in tensors.items():
-        if not torch.is_tensor(x) or x.is_floating_point():
-            got = x.dtype if torch.is_tensor(x) else type(x).__name__
-            raise ValueError(f"{name} must be a tensor of integers, got {got}")
-
-
-def kept_slots(rollout):
-    """Of each prompt the kept keys' (n,) places in a flattened (L, nkv, P). Raises ValueError for
-    what is not kept by all layers and KV heads, or not in ascending order from 0 to P - 1."""
+        raise ValueError("policies are 'dense' and 'shadow', each at most once, got "
+                         f"{policies!r}")
+    rollout.check()
+    B, G, R = rollout.tokens.shape
     L, nkv = rollout.until.shape[:2]
-    slots, sound = [], []
-    for prompt, kept in zip(rollout.prompts, rollout.kept):
-        if len(kept) != L or any(len(heads) != nkv for heads in kept):
-            raise ValueError(f"kept is not given for {L} layers and {nkv} KV heads")
-        if torch.is_tensor(kept):  # all keep equally many
-            positions, counts = kept.flatten(), kept.shape[2]
-        else:
-            heads = [positions for heads in kept for positions in heads]
-            for positions in heads:
-                check_integers(kept=positions)
-            positions = torch.cat(heads)                                  # (n,)
-            counts = torch.tensor([len(x) for x in heads], device=positions.device)
-        check_integers(kept=positions)
-        head = torch.arange(L * nkv, device=positions.device).repeat_interleave(
-            counts, output_size=len(positions))                           # (n,)
-        slot = head * len(prompt) + positions
-        inside = (positions >= 0) & (positions < len(prompt))
-        sound.append(inside.all() & (slot.diff() > 0).all())
-        slots.append(slot)
-    for b, good in enumerate(torch.stack(sound).tolist()):  # asked once, before any is used
-        if not good:
-            raise ValueError(f"kept of prompt {b}: positions must be ascending and inside, the "
-                             f"prompt has {len(rollout.prompts[b])} tokens")
-    return slots
+    device = rollout.tokens.device
+    policies = [policy for policy in ("dense", "shadow") if policy in policies]
+    ids, pos, until = [], [], []
+    rows = {policy: torch.full((B, G, R), -1, device=device) for policy in policies}
+    step = torch.arange(R, device=device)
+    owned = (rollout.lengths - 1).sum(1).tolist()
+    first = 0
+    for b, prompt in enumerate(rollout.prompts):
+        P = len(prompt)
+        fed = rollout.lengths[b] - 1                            # (G,)
+        own = owned[b]
+        end = first + P + len(policies) * own
+        dropped_at = end - own if "shadow" in policies else end
+
+        ids.append(torch.tensor(prompt, device=device))
+        pos.append(torch.arange(P, device=device))
+        dies = torch.full((L * nkv, P), dropped_at, dtype=torch.int32, device=device)
+        dies[rollout.kept_keys(b)] = end
+        until.append(dies.view(L, nkv, P))
+
+        g, t = (step < fed[:, None]).nonzero(as_tuple=True)     # (own,) each
+        copies = first + P  # the row where this policy's copies begin
+        for policy in policies:
+            gone = copies + fed.cumsum(0)                       # (G,)
+            born = gone - fed                                   # (G,)
+            rows[policy][b, :, 0] = first + P - 1
+            ids.append(rollout.tokens[b, g, t])
+            pos.append(P + t)
+            dies = gone[g].expand(L, nkv, own)
+            if policy == "shadow":
+                dropped = born[g] + rollout.until[:, :, b, g, t]  # (L, nkv, own)
+                dies = dies.minimum(dropped)
+            until.append(dies.int())
+            rows[policy][b, g, t + 1] = born[g] + t
+            copies += own
+        first = end
+    return Packed(torch.cat(ids), torch.cat(pos), torch.cat(until, dim=2), rows)
 
 
 def replay(model, rollout, policies=("dense", "shadow"), distill_to=None, stats=False,
@@ -227,58 +184,43 @@ def replay(model, rollout, policies=("dense", "shadow"), distill_to=None, stats=
     checkpointing: see Transformer.forward. Raises ValueError for unknown policies, a student
     without a teacher or the reverse, and a log that does not fit the model."""
     policies = tuple(policies)
-    asked = distill_to is not None or teacher is not None
+    distills = distill_to is not None or teacher is not None
     alone = len(policies) < 2 and teacher is None
-    if asked and (alone or distill_to not in policies):
-        raise ValueError(f"distill_to={distill_to!r} needs both policies, or a teacher, and one of "
-                         f"their names, got {policies}")
-    packed, mask, c = pack(rollout, policies), rollout.mask, model.config
-    targets = rollout.tokens[mask]                                        # (n,)
-    need = (c.n_layer, c.n_kv_head, len(packed.ids))
-    if packed.until.shape != need:
-        raise ValueError(f"the log holds lifetimes {tuple(packed.until.shape)}, the model needs "
-                         f"{need}: (layers, KV heads, rows)")
-    longest = max(map(len, rollout.prompts)) + rollout.tokens.shape[2]
-    if longest > c.max_pos:
-        raise ValueError(f"prompt and response have up to {longest} tokens, the model's context is "
-                         f"{c.max_pos}")
-    check_tokens(packed.ids, targets, model)
+    if distills and (alone or distill_to not in policies):
+        raise ValueError(f"distill_to={distill_to!r} needs both policies, or a "
+                         f"teacher, and one of their names, got {policies}")
+    packed = pack(rollout, policies)
+    rollout.check_model(model)
+    mask = rollout.mask                                         # (B, G, R)
+    targets = rollout.tokens[mask]                              # (n,)
     # one preparation for all layers saves thousands of small launches; of very long rows its lists
     # would be large
-    plans = [None] * c.n_layer
-    if packed.until.is_cuda and c.n_layer * c.n_kv_head * len(packed.ids) ** 2 < 2**39:
+    L, nkv, N = packed.until.shape
+    plans = [None] * L
+    if packed.until.is_cuda and L * nkv * N ** 2 < 2**39:
         plans = prepare_layers(packed.until, torch.is_grad_enabled())
 
     def attend(layer, q, k, v):  # here the Shadow Mask enters the learner
         return shadow_attention(q, k, v, packed.until[layer], plan=plans[layer])
 
-    hidden = model(packed.ids, packed.pos, attend, checkpointing)         # (N, C)
+    hidden = model(packed.ids, packed.pos, attend, checkpointing)  # (N, C)
     # only rows that predict a response token meet the head. Indexing, not index_select: the
     # prompt's last row is gathered once per response, and this sums its gradients in a fixed order
-    hidden = [hidden[packed.rows[p][mask]] for p in policies]             # (n, C) each
+    hidden = [hidden[packed.rows[policy][mask]] for policy in policies]  # (n, C) each
     student = policies.index(distill_to) if distill_to else None
     if teacher is not None:
         with torch.no_grad():
-            rows = packed.rows[distill_to][mask]                          # (n,)
-            teacher = teacher.head, teacher(packed.ids, packed.pos, attend)[rows]
-    out = head_rows(model.head, hidden, targets, student=student, stats=stats,
-                    temperature=rollout.temperature or 1.0, absent=model.absent, teacher=teacher)
+            rows = packed.rows[distill_to][mask]                # (n,)
+            theirs = teacher(packed.ids, packed.pos, attend)[rows]  # (n, C)
+            teacher = teacher.head, theirs
+    out = head_rows(
+        model.head, hidden, targets, student=student, stats=stats, teacher=teacher,
+        temperature=rollout.temperature or 1.0, absent=model.absent)
     out.update(zip(policies, out.pop("logp")))
     if value is not None:
-        out["value"] = value(widen(hidden[-1]))[:, 0]
-    return {name: torch.zeros_like(mask, dtype=x.dtype).masked_scatter(mask, x)
-            for name, x in out.items()}
-
-
-def check_tokens(ids, targets, model):
-    """Raise ValueError for ids of which the model has no embedding, or, of targets, no logit."""
-    lowest, highest, least, most = torch.stack((*ids.aminmax(), *targets.aminmax())).tolist()
-    if lowest < 0 or highest >= model.config.vocab_size:
-        raise ValueError(f"the rollout holds token ids {lowest} to {highest}, the vocabulary has "
-                         f"{model.config.vocab_size}")
-    if least < 0 or most >= model.vocab_used:
-        raise ValueError(f"the responses hold token ids {least} to {most}, the model samples ids "
-                         f"below {model.vocab_used}")
+        out["value"] = value(widen(hidden[-1]))[:, 0]           # (n,)
+    return {name: torch.zeros_like(mask, dtype=found.dtype).masked_scatter(mask, found)
+            for name, found in out.items()}                     # (B, G, R) each
 
 
 # From here on pure functions of log-probs, advantages and masks, (B, G, R) unless said otherwise.
@@ -294,13 +236,13 @@ def advantages(rewards, norm="sequence"):
     G < 2: a response has no baseline in itself."""
     check_norm(norm)
     if rewards.dim() != 2 or rewards.shape[1] < 2:
-        raise ValueError("rewards must be (prompts, samples) with at least 2 samples a prompt, got "
-                         f"{tuple(rewards.shape)}")
+        raise ValueError("rewards must be (prompts, samples) with at least 2 samples a "
+                         f"prompt, got {tuple(rewards.shape)}")
     check_finite(rewards)
-    x = rewards.double()
-    adv = x - x.mean(1, keepdim=True)
+    exact = rewards.double()
+    adv = exact - exact.mean(1, keepdim=True)
     if norm != "constant":
-        adv = adv / (x.std(1, keepdim=True) + 1e-4)
+        adv = adv / (exact.std(1, keepdim=True) + 1e-4)
     return adv.to(rewards.dtype if rewards.is_floating_point() else torch.float32)
 
 
@@ -311,9 +253,9 @@ def check_rewards(rewards, rollout):
 
 
 def check_finite(rewards):
-    if not rewards.isfinite().all():
-        raise ValueError(f"{int((~rewards.isfinite()).sum())} of {rewards.numel()} rewards are not "
-                         "finite")
+    wrong = int((~rewards.isfinite()).sum())
+    if wrong:
+        raise ValueError(f"{wrong} of {rewards.numel()} rewards are not finite")
 
 
 def check_norm(norm):
@@ -341,11 +283,13 @@ def token_scale(mask, norm="sequence"):
 
 def log_ratio(mask, logp, logp_old):
     """logp - logp_old, 0 where mask is False, within +-20 so that exp stays finite."""
-    return (torch.where(mask, logp, 0.0) - torch.where(mask, logp_old, 0.0)).clamp(-20, 20)
+    logp = torch.where(mask, logp, 0.0)
+    logp_old = torch.where(mask, logp_old, 0.0)
+    return (logp - logp_old).clamp(-20, 20)
 
 
-def policy_loss(logp, logp_old, adv, mask, clip=0.2, clip_high=None, norm="sequence", weight=None,
-                scale=None):
+def policy_loss(logp, logp_old, adv, mask, clip=0.2, clip_high=None, norm="sequence",
+                weight=None, scale=None):
     """Clipped surrogate. adv (B, G), or (B, G, R) by token; mask bool -> loss (), stats.
 
     logp_old None: first update after a rollout, the ratio is exp(logp - logp.detach()), exactly 1.
@@ -357,35 +301,39 @@ def policy_loss(logp, logp_old, adv, mask, clip=0.2, clip_high=None, norm="seque
     shapes that would broadcast and an unknown norm."""
     check_norm(norm)
     same_shape(logp, mask=mask, logp_old=logp_old, weight=weight, scale=scale)
-    same_shape(logp if adv.dim() == logp.dim() else logp[..., 0], adv=adv)
+    by_token = adv.dim() == logp.dim()
+    same_shape(logp if by_token else logp[..., 0], adv=adv)
     if scale is None:
         scale = token_scale(mask, norm)
     if logp_old is None:
         logp_old = logp
     adv = adv.detach()
-    adv = torch.where(mask, adv, 0.0) if adv.dim() == logp.dim() else adv[..., None]
-    low, high = 1 - clip, 1 + (clip if clip_high is None else clip_high)
+    adv = torch.where(mask, adv, 0.0) if by_token else adv[..., None]
+    low = 1 - clip
+    high = 1 + (clip if clip_high is None else clip_high)
 
-    d = log_ratio(mask, logp, logp_old.detach())
-    ratio = d.exp()
+    change = log_ratio(mask, logp, logp_old.detach())
+    ratio = change.exp()
     loss = -torch.minimum(ratio * adv, ratio.clamp(low, high) * adv)
     if weight is not None:
         loss = loss * torch.where(mask, weight, 0.0).detach()
     with torch.no_grad():
         n = mask.sum().clamp(min=1)
         clipped = ((adv > 0) & (ratio > high)) | ((adv < 0) & (ratio < low))
-        stats = dict(clip_frac=(clipped & mask).sum() / n, ratio=(ratio * mask).sum() / n,
-                     kl_old=(ratio - 1 - d).sum() / n)
+        stats = dict(
+            clip_frac=(clipped & mask).sum() / n,
+            ratio=(ratio * mask).sum() / n,
+            kl_old=(ratio - 1 - change).sum() / n)
     return (scale * loss).sum(), stats
 
 
 def same_shape(like, **tensors):
     """Raise ValueError for a tensor (None: left out) of another shape than like's, most of which
     would broadcast, and for a mask that is not bool: other numbers would be weights or indices."""
-    for name, x in tensors.items():
-        if x is not None and x.shape != like.shape:
-            raise ValueError(f"{name} has shape {tuple(x.shape)}, it must be {tuple(like.shape)} "
-                             "like the others")
+    for name, found in tensors.items():
+        if found is not None and found.shape != like.shape:
+            raise ValueError(f"{name} has shape {tuple(found.shape)}, it must be "
+                             f"{tuple(like.shape)} like the others")
     mask = tensors.get("mask")
     if mask is not None and mask.dtype != torch.bool:
         raise ValueError(f"mask must be bool, got {mask.dtype}")
@@ -408,7 +356,7 @@ def correction(name, logp_old, logp_roll, mask):
     if name == "sparse_rl":
         capped = w.clamp(max=1.5)
         mean = capped.sum() / mask.sum().clamp(min=1)
-        sound = ~((w < 1e-4) & mask).any(-1, keepdim=True)                # (B, G, 1)
+        sound = ~((w < 1e-4) & mask).any(-1, keepdim=True)      # (B, G, 1)
         return capped / mean * ((w >= 0.5) & (w <= 1.5) & sound)
     raise ValueError(f"unknown correction {name!r}: one of {', '.join(CORRECTIONS)}")
 

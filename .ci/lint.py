@@ -19,7 +19,7 @@ ROOT = Path(__file__).resolve().parent.parent
 # who is right of whom: a room imports from these and from itself, nothing else of the project
 RIGHT_OF = {"fast": "", "support": "", "model": "fast support", "shadow_attn": "fast",
             "kvcache": "fast",
-            "rollout": "kvcache shadow_attn fast", "grpo": "shadow_attn fast",
+            "rollout": "kvcache shadow_attn fast support", "grpo": "shadow_attn fast",
             "data": "model fast support", "objectives": "grpo shadow_attn fast",
             "run": "objectives grpo rollout kvcache shadow_attn data model fast support",
             "train": "run objectives grpo rollout kvcache shadow_attn data model fast support"}

@@ -47,8 +47,8 @@ from contextlib import contextmanager
 
 import tiktoken
 
-from model import find_checkpoint
 from support.apart import Apart, Exceeds
+from support.hub import find_checkpoint
 from support.jsonfile import entry, read_json, read_text, reason, shown
 from support.screen import muted
 

@@ -116,8 +116,9 @@ def print_methods(net, tok):
     tell(f"{task.text}\nanswer {task.answer}; {len(ids)} tokens; "
           "s sink, k kept, w window, . dropped; ^ the code that is asked for")
     for method in EVICT:
-        rollout = generate(net, [ids], group=1, max_new_tokens=5, temperature=0.0, evict=method,
-                           budget=BUDGET, window=WINDOW, sinks=SINKS, stop_ids=tok.stop_ids)
+        rollout = generate(net, [ids], group=1, max_new_tokens=5, temperature=0.0,
+                           eviction=Eviction(method, budget=BUDGET, window=WINDOW, sinks=SINKS),
+                           stop_ids=tok.stop_ids)
         kept = rollout.kept[0]                                   # (L, nkv, K)
         answer = responses(tok, rollout)[0]
         tell(f"\n{method}: {kept[0].shape[-1]} keys, greedy answer {answer!r}")
@@ -141,8 +142,8 @@ def sampled(net, tok, index, **settings):
 
 def example(net, tok):
     """The rollout of the picture: two samples. -> Problem, ids, Rollout"""
-    return sampled(net, tok, 62, group=2, max_new_tokens=5, evict="snapkv", budget=BUDGET,
-                   window=WINDOW, sinks=SINKS)
+    return sampled(net, tok, 62, group=2, max_new_tokens=5,
+                   eviction=Eviction("snapkv", budget=BUDGET, window=WINDOW, sinks=SINKS))
 
 
 def plotter():

@@ -15,7 +15,7 @@ The gradient of an RMSNorm weight sums over all rows: programs sum over rows in 
 order and their partial sums are added in a fixed order, so two runs agree bit for bit.
 
 Left out: LayerNorm, GELU, residual adds (the matrix products before them do those, see
-model.add_product).
+fast/residual.py).
 """
 import torch
 

@@ -7,7 +7,8 @@ import os
 import re
 
 LARGEST = 2**25  # bytes of a file
-DEPTH = 100      # levels; what is read must be written again, which Python does by recursion
+# levels; what is read must be written again, which Python does by recursion
+DEPTH = 100
 CONTROL = re.compile(r"[\0-\x08\x0b-\x1f\x7f-\x9f]")
 KINDS = {bool: "true or false", int: "an integer", float: "a number", str: "text",
          list: "a list", dict: "an object"}
@@ -26,8 +27,8 @@ def read_text(file):
     if not os.path.isfile(file):  # a FIFO would be waited for
         raise FileNotFoundError(f"{file} is missing, or is no regular file")
     if os.path.getsize(file) > LARGEST:
-        raise ValueError(f"{file} has {os.path.getsize(file):,} bytes, at most {LARGEST:,} are "
-                         "read")
+        raise ValueError(f"{file} has {os.path.getsize(file):,} bytes, at most "
+                         f"{LARGEST:,} are read")
     try:
         with open(file, encoding="utf-8-sig") as f:
             return f.read()
@@ -47,8 +48,9 @@ def parse_object(text, name):
         raise ValueError(f"{name} must hold a JSON object {{...}}, got {shown(found)}")
     level = [found]
     for _ in range(DEPTH):
-        level = [y for x in level for y in (x.values() if isinstance(x, dict) else x)
-                 if isinstance(y, (dict, list))]
+        inner = [x.values() if isinstance(x, dict) else x for x in level]
+        level = [value for values in inner for value in values
+                 if isinstance(value, (dict, list))]
     if level:
         raise ValueError(f"{name} is nested deeper than {DEPTH} levels")
     return found
@@ -83,7 +85,9 @@ def check_shape(value, shape, name):
     """Raise ValueError, with the value's name, unless it is as the shape says: a type, as entry has
     it; [shape] of each item of a list; (shape, shape) of the items of a list of so many;
     {key: shape} of what an object must have, or, where the key ends in ?, may have."""
-    kind = shape if isinstance(shape, type) else dict if isinstance(shape, dict) else list
+    kind = shape
+    if not isinstance(shape, type):
+        kind = dict if isinstance(shape, dict) else list
     entry({name: value}, name, kind)
     if isinstance(shape, dict):
         for key, of_key in shape.items():
@@ -100,7 +104,8 @@ def check_shape(value, shape, name):
 
 def printable(text):
     """Text on one line; control characters, which a terminal would obey, are escaped."""
-    return "".join(x if x.isprintable() else repr(x)[1:-1] for x in " ".join(text.splitlines()))
+    line = " ".join(text.splitlines())
+    return "".join(x if x.isprintable() else repr(x)[1:-1] for x in line)
 
 
 def harmless(text):

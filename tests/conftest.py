@@ -20,7 +20,7 @@ import run.evaluate
 import run.learn
 import train
 from grpo import replay
-from kvcache import EVICT, attention
+from kvcache import EVICT, Eviction, attention
 from model import Config, Transformer
 from rollout import Rollout
 from run.learn import score
@@ -41,6 +41,7 @@ RAW = dict(
     num_attention_heads=4, num_key_value_heads=2, head_dim=16, vocab_size=50,
     max_position_embeddings=512, rms_norm_eps=1e-6, rope_theta=1e4, tie_word_embeddings=True)
 SMALL = dict(budget=24, window=8, sinks=2)
+EVICTION = Eviction(**SMALL)
 STOP = (3, 7, 9)
 TINY = os.path.join(ROOT, "data", "tiny")
 # a run of half a second, which learns whatever its responses earn

@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from conftest import SMALL, learn, learner, logged, prompts, ragged, rel, toy
+from conftest import EVICTION, learn, learner, logged, prompts, ragged, rel, toy
 from grpo import replay, token_scale
 from objectives.dpo import best_and_worst, dpo_loss
 from rollout import generate
@@ -65,7 +65,7 @@ def test_best_and_worst(rewards, chosen, pair):
 def test_without_a_pair():
     """Rewards that are all equal leave the weights alone; one that is not does not."""
     net = toy()
-    r = generate(net, prompts(61, 40), 4, 12, seed=1, **SMALL)
+    r = generate(net, prompts(61, 40), 4, 12, seed=1, eviction=EVICTION)
     c, objective, opt = learner(net, initial=toy(seed=5), objective="dpo")
     before, rewards = [p.detach().clone() for p in net.parameters()], torch.ones(2, 4)
     log = learn(net, opt, objective, r, rewards=rewards, c=c, lr=1e-3)
@@ -82,7 +82,7 @@ def test_without_a_pair():
 def test_the_kl_is_weighted_by_the_rewards_of_the_pair():
     """Not by those of other samples: what an objective selects has its own."""
     net = toy()
-    r = generate(net, prompts(61, 40), 4, 12, seed=1, **SMALL)
+    r = generate(net, prompts(61, 40), 4, 12, seed=1, eviction=EVICTION)
     rewards = torch.tensor([[0.25, 0.5, 1, 0.75], [0.5, 0.5, 0.5, 0.5]])
     c, objective, opt = learner(net, initial=toy(seed=5), objective="dpo", distill_on="reward")
     log = learn(net, opt, objective, r, rewards=rewards, c=c, lr=0.0)
@@ -101,7 +101,8 @@ def test_the_kl_is_weighted_by_the_rewards_of_the_pair():
 def test_weights_that_are_not_finite_end_the_run():
     """No pair is a reason to skip the update, NaN is not: it shows while sampling, and as a
     gradient."""
-    net, ask = toy(), dict(prompts=prompts(61, 40), group=4, max_new_tokens=12, seed=1, **SMALL)
+    net = toy()
+    ask = dict(prompts=prompts(61, 40), group=4, max_new_tokens=12, seed=1, eviction=EVICTION)
     r = generate(net, **ask)
     c, objective, opt = learner(net, initial=toy(seed=5), objective="dpo")
     net.layers[1].mlp.down_proj.weight.data[0, 0] = NAN

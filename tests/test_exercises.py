@@ -308,8 +308,8 @@ def test_what_the_answers_say_of_the_embedded_checkpoint(monkeypatch):
 
     net, tok, encode = check.embedded()
     ids = encode(problem("kv", "eval", seed=0, index=0, tokens=192, encode=encode).text)
-    monkeypatch.setitem(kvcache.EVICT, "spy", spy)
-    monkeypatch.setattr(kvcache, "ALONE", {*kvcache.ALONE, "spy"})  # no vmap: values can be read
+    # no vmap: values can be read
+    monkeypatch.setitem(kvcache.EVICT, "spy", kvcache.Method(spy, by_head=True))
     check.generate(net, [ids], group=1, max_new_tokens=1,
                    eviction=kvcache.Eviction("spy", budget=48, window=16, sinks=2))
     norm = chosen[0][2:-16, 0]                                   # first layer and head

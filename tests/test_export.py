@@ -15,6 +15,7 @@ from conftest import ROOT, read_checkpoint, train_here
 from data.tasks import Problems
 from data.tokenizer import Tokenizer
 from experiments import generate as command
+from kvcache import Eviction
 from model import Transformer
 from rollout import generate
 from shadow_attn import shadow_attention
@@ -73,7 +74,8 @@ def test_transformers_computes_what_the_run_did(finished):
         hf = AutoModelForCausalLM.from_pretrained(folder)
         assert hf.dtype == torch.float32
         theirs = hf.generate(torch.tensor([ids]), do_sample=False, max_new_tokens=8)[0, len(ids):]
-        r = generate(model, [ids], 1, 8, temperature=0.0, evict="none", stop_ids=tok.stop_ids)
+        r = generate(model, [ids], 1, 8, temperature=0.0, eviction=Eviction("none"),
+                     stop_ids=tok.stop_ids)
         assert theirs.tolist() == r.tokens[0, 0, :r.lengths[0, 0]].tolist()
 
 
@@ -148,6 +150,12 @@ def saved(finished, tmp_path):
     return tmp_path / "out"
 
 
+def ran_with(saved, **changes):
+    """The run's settings are others than they were."""
+    config = json.loads((saved / "config.json").read_text())
+    (saved / "config.json").write_text(json.dumps(config | changes))
+
+
 def printed(capsys, *args):
     asked = ["--prompt=" + "The code for pin is 4817. " * 5, "--device=cpu", "--max_new_tokens=3"]
     command.main([*asked, *args])
@@ -171,8 +179,7 @@ def test_generate_takes_the_runs_template(saved, capsys):
     (saved / "model" / "chat_template.jinja").write_text(
         "{{ messages[0].content }}{% if not short %} code code{% endif %}")
     before = printed(capsys, f"--model={saved / 'model'}")
-    c = json.loads((saved / "config.json").read_text())
-    (saved / "config.json").write_text(json.dumps(dict(c, template='{"short": true}')))
+    ran_with(saved, template='{"short": true}')
     after = printed(capsys, f"--model={saved / 'model'}")
     assert "--template" in after[0] and "--template" not in before[0]
     tokens = [int(lines[-1].split()[0][1:]) for lines in (before, after)]
@@ -180,15 +187,14 @@ def test_generate_takes_the_runs_template(saved, capsys):
 
 
 def test_generate_says_that_examples_are_missing(saved, capsys):
-    c = json.loads((saved / "config.json").read_text())
-    (saved / "config.json").write_text(json.dumps(dict(c, shots=3)))
+    ran_with(saved, shots=3)
     lines = printed(capsys, f"--model={saved / 'model'}")
     assert lines[0] == ("[3 answered examples stood before each prompt of the run that saved it "
                         "(--shots=3), none stand here]")
     assert lines[1].startswith("[as in the run") and "shots" not in lines[1]
-    (saved / "config.json").write_text(json.dumps(c))  # the control
+    ran_with(saved, shots=0)  # the control
     assert printed(capsys, f"--model={saved / 'model'}") == lines[1:]
-    (saved / "config.json").write_text(json.dumps(dict(c, shots="3")))
+    ran_with(saved, shots="3")
     with pytest.raises(SystemExit, match="config.json: shots expects int, got str '3'"):
         printed(capsys, f"--model={saved / 'model'}")
 
@@ -199,8 +205,7 @@ def test_generate_takes_text_as_it_stands(saved, capsys):
         return int(printed(capsys, f"--model={saved / 'model'}", *args)[-1].split()[0][1:])
 
     whole, raw = tokens(), tokens("--raw_text=True")
-    c = json.loads((saved / "config.json").read_text())
-    (saved / "config.json").write_text(json.dumps(dict(c, raw_text=True)))
+    ran_with(saved, raw_text=True)
     assert tokens() == raw < whole == tokens("--raw_text=False")
     with pytest.raises(SystemExit, match="error: argument --raw_text: .*'maybe'"):
         tokens("--raw_text=maybe")
@@ -211,8 +216,7 @@ def test_generate_takes_text_as_it_stands(saved, capsys):
     (dict(evict="best"), "evict must be one of none, snapkv"),
     (dict(budget=5), "budget 5 must be above")])
 def test_generate_refuses_a_run_of_other_settings(saved, change, says):
-    c = json.loads((saved / "config.json").read_text())
-    (saved / "config.json").write_text(json.dumps(dict(c, **change)))
+    ran_with(saved, **change)
     with pytest.raises(SystemExit, match=f"^error: [^\n]*{says}"):
         command.main(["--prompt=x", f"--model={saved / 'model'}", "--device=cpu"])
 

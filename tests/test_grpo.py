@@ -6,7 +6,19 @@ import pytest
 import torch
 
 import grpo
-from conftest import SMALL, STOP, gap, learner, logged, prompts, ragged, rel, separate, toy
+from conftest import (
+    EVICTION,
+    SMALL,
+    STOP,
+    gap,
+    learner,
+    logged,
+    prompts,
+    ragged,
+    rel,
+    separate,
+    toy,
+)
 from fast import head
 from fast.head import kl_rows
 from grpo import (
@@ -308,25 +320,10 @@ def test_pack_is_its_definition(model, policies):
     assert torch.equal(pack(r, policies[::-1]).until, pack(r, policies).until)
 
 
-def test_pack_of_the_shadow_policy(model):
-    """Lifetimes that end one row early or late are another policy: which rows, by number."""
-    r = generate(model, prompts(90, 70), 2, 6, evict="snapkv", seed=5, **SMALL)
-    packed = pack(r, ("shadow",))
-    P, n = 90, 5
-    assert packed.until.shape == (3, 2, 90 + 70 + 4 * 5)  # R - 1 rows per copy
-    evicted = torch.ones(3, 2, P, dtype=torch.bool).scatter(2, r.kept[0], False)
-    assert (packed.until[:, :, :P][evicted] == P).all()
-    assert (packed.until[:, :, :P][~evicted] == P + 2 * n).all()
-    assert (packed.until[:, :, P:P + n] == P + n).all()
-    assert packed.pos[P:P + 2 * n].tolist() == [*range(P, P + n)] * 2
-    want = [[P - 1, *range(P, P + n)], [P - 1, *range(P + n, P + 2 * n)]]
-    assert packed.rows["shadow"][0].tolist() == want
-
-
 def test_pack_of_both_policies(model):
     """[prompt | dense copies | shadow copies]: which rows, which lifetimes, for response keys that
     die early too."""
-    r = generate(model, prompts(40), 2, 4, seed=3, **SMALL)
+    r = generate(model, prompts(40), 2, 4, seed=3, eviction=EVICTION)
     r.lengths[0, 1] = 2
     # at layer 1, KV head 0, sample 0: the key of response token 1 is gone for the query of token 3
     r.until[1, 0, 0, 0, 1] = 3
@@ -352,52 +349,47 @@ def with_kept(r, head, change):
 
 
 def test_pack_refuses(model):
-    r = generate(model, prompts(40, 33), 2, 4, seed=3, **SMALL)
-    two_layers = [list(r.kept[0][:2]), r.kept[1]]
-    longer = [[*p, 1] for p in r.prompts]
-    kept = "kept of prompt 0: positions must be ascending and inside, the prompt has 40 tokens"
-    for say, wrong in (
-            ("does not fit", replace(r, kept=r.kept * 2)),
-            ("does not fit", replace(r, until=r.until[..., :3])),
-            ("does not fit", replace(r, lengths=r.lengths[:, :1])),
-            ("lengths must be 1 to 4, got 4 to 5", replace(r, lengths=r.lengths.clamp(max=3) + 1
-                                                           + torch.eye(2, dtype=torch.int64))),
-            ("lengths must be 1 to 4, got 0", replace(r, lengths=r.lengths - 4)),
-            ("temperature must be finite and not negative, got nan", replace(r, temperature=NAN)),
-            ("not negative, got -1", replace(r, temperature=-1)),
-            ("not negative, got inf", replace(r, temperature=math.inf)),
-            ("prompt 0 has 41 tokens, the one that was sampled from 40",
-             replace(r, prompts=longer)),
-            ("prompt 1 has 34 tokens, the one", replace(r, prompts=[r.prompts[0], longer[1]])),
-            ("prompt 1 has 32 tokens", replace(r, prompts=[r.prompts[0], r.prompts[1][1:]])),
-            ("prompt 0 has 0 tokens", replace(r, prompts=[[], r.prompts[1]], sizes=None)),
-            (kept, replace(r, kept=[r.kept[0] + 1, r.kept[1]])),
-            (kept, replace(r, kept=[r.kept[0] - 1, r.kept[1]])),
-            (kept, replace(r, kept=[r.kept[0].flip(-1), r.kept[1]])),
-            (kept, replace(r, kept=[r.kept[0][..., [0, *range(24)]], r.kept[1]])),
-            (kept, with_kept(r, 1, lambda k: k[[0, 0, 1, 2]])),
-            (kept, with_kept(r, 0, lambda k: k.flip(0))),
-            (kept, with_kept(r, 1, lambda k: k + 1)),
-            ("not given for 3 layers and 2 KV heads", replace(r, kept=two_layers)),
-            ("kept must be a tensor of integers, got torch.float32",
-             replace(r, kept=[r.kept[0].float(), r.kept[1]])),
-            ("kept must be a tensor of integers, got list",
-             replace(r, kept=[r.kept[0].tolist(), r.kept[1]])),
-            ("lengths must be a tensor of integers", replace(r, lengths=r.lengths.float())),
-            ("tokens must be a tensor of integers", replace(r, tokens=r.tokens.float())),
-            ("until must be a tensor of integers", replace(r, until=r.until.float())),
-            ("temperature must be finite and not negative, got '1'", replace(r, temperature="1")),
-            ("until of response token t must be above t", replace(r, until=r.until * 0 + 3))):
+    r = generate(model, prompts(40, 33), 2, 4, seed=3, eviction=EVICTION)
+    first, second = r.kept
+    p, other = r.prompts
+    inside = "kept of prompt 0: positions must be ascending and inside, the prompt has 40 tokens"
+    integers = "must be a tensor of integers, got"
+    many = r.lengths.clamp(max=3) + 1 + torch.eye(2, dtype=torch.int64)
+    wrong = [
+        ("does not fit", dict(kept=r.kept * 2)),
+        ("does not fit", dict(until=r.until[..., :3])),
+        ("does not fit", dict(lengths=r.lengths[:, :1])),
+        ("lengths must be 1 to 4, got 4 to 5", dict(lengths=many)),
+        ("lengths must be 1 to 4, got 0", dict(lengths=r.lengths - 4)),
+        ("prompt 0 has 41 tokens, the one that was sampled from 40",
+         dict(prompts=[[*p, 1], other])),
+        ("prompt 1 has 34 tokens, the one", dict(prompts=[p, [*other, 1]])),
+        ("prompt 1 has 32 tokens", dict(prompts=[p, other[1:]])),
+        ("prompt 0 has 0 tokens", dict(prompts=[[], other], sizes=None)),
+        ("not given for 3 layers and 2 KV heads", dict(kept=[list(first[:2]), second])),
+        (f"kept {integers} torch.float32", dict(kept=[first.float(), second])),
+        (f"kept {integers} list", dict(kept=[first.tolist(), second])),
+        ("until of response token t must be above t", dict(until=r.until * 0 + 3))]
+    wrong += [(f"{name} {integers} torch.float32", {name: getattr(r, name).float()})
+              for name in ("lengths", "tokens", "until")]
+    wrong += [(f"temperature must be finite and not negative, got {value!r}",
+               dict(temperature=value)) for value in (NAN, -1, math.inf, "1")]
+    wrong += [(inside, dict(kept=[kept, second]))
+              for kept in (first + 1, first - 1, first.flip(-1), first[..., [0, *range(24)]])]
+    wrong = [(say, replace(r, **change)) for say, change in wrong]
+    wrong += [(inside, with_kept(r, head, change)) for head, change in (
+        (1, lambda k: k[[0, 0, 1, 2]]), (0, lambda k: k.flip(0)), (1, lambda k: k + 1))]
+    for say, log in wrong:
         with pytest.raises(ValueError, match=say):
-            pack(wrong)
+            pack(log)
     assert (pack(replace(r, until=r.until * 0 + 4)).until == pack(r).until).all()  # the last one
     for policies in ((), ("sparse",), ("dense", "dense")):
         with pytest.raises(ValueError, match="policies are 'dense' and 'shadow', each at most"):
             pack(r, policies)
     # what is unusual, and right: other numbers by head, none at all, a log without sizes
-    for other in (with_kept(r, 1, lambda k: k[3:]), with_kept(r, 0, lambda k: k[:0]),
-                  replace(r, sizes=None)):
-        assert torch.equal(pack(other).until, pack_by_hand(other).until)
+    for log in (with_kept(r, 1, lambda k: k[3:]), with_kept(r, 0, lambda k: k[:0]),
+                replace(r, sizes=None)):
+        assert torch.equal(pack(log).until, pack_by_hand(log).until)
 
 
 # replay
@@ -496,18 +488,11 @@ def test_replay_of_some_policies(policies):
     assert (rel(got["entropy"], both["entropy"]) < 1e-10) == (policies[-1] == "shadow")
 
 
-def test_replay_scores_what_was_sampled(model):
-    """rollout -> pack -> replay in fp32: the shadow policy is the sampler, the dense one is not."""
-    ask = dict(prompts=prompts(40, 23, 31), evict="snapkv", budget=12, window=4, sinks=2)
-    r = generate(model, group=4, max_new_tokens=12, temperature=0.8, stop_ids=range(3, 9), **ask)
-    assert r.lengths.min() < 12 and r.lengths.max() > 3  # ragged
-    got = replay(model, r)
-    assert got["shadow"].dtype == torch.float32
-    assert gap(model, r) < 1e-4 and gap(model, r, "dense") > 1e-2
-    assert torch.equal(got["dense"][:, :, 0], got["shadow"][:, :, 0])
-    greedy = generate(model, group=2, max_new_tokens=4, temperature=0.0, **ask)
-    assert gap(model, greedy) < 1e-4
-    assert gap(model, replace(greedy, temperature=0.5)) > 1e-2  # greedy is scored at 1
+def test_greedy_is_scored_at_temperature_1(model):
+    e = Eviction(budget=12, window=4, sinks=2)
+    greedy = generate(model, prompts(40, 23, 31), 2, 4, temperature=0.0, eviction=e)
+    assert gap(model, greedy) < 1e-4 and gap(model, greedy, "dense") > 1e-2
+    assert gap(model, replace(greedy, temperature=0.5)) > 1e-2
 
 
 def loss_gradients(model, r, some, scale):

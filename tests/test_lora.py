@@ -13,8 +13,8 @@ from safetensors.torch import load_file
 import fast.head
 import train
 from conftest import (
+    EVICTION,
     ROOT,
-    SMALL,
     STOP,
     gap,
     learn,
@@ -64,7 +64,7 @@ def steps(net, parts, n=3):
     c, objective, opt = parts
     done = []
     for i in range(n):
-        r = generate(net, prompts(61, 40), 4, 8, stop_ids=STOP, seed=i, **SMALL)
+        r = generate(net, prompts(61, 40), 4, 8, stop_ids=STOP, seed=i, eviction=EVICTION)
         log = learn(net, opt, objective, r, rewards=some_rewards(2, 4), c=c, lr=1e-2)
         done.append((r, log))
     return done
@@ -79,7 +79,7 @@ def test_sampler_and_learner_are_one_policy():
     done = steps(net, parts)
     assert all(log["gap_max"] <= 1e-4 for _, log in done)
     assert all(adapter.B.abs().max() > 1e-3 for adapter in parts[2].adapters.values())
-    r = generate(net, prompts(61, 40), 4, 8, seed=9, **SMALL)
+    r = generate(net, prompts(61, 40), 4, 8, seed=9, eviction=EVICTION)
     assert gap(net, r) <= 1e-4
     assert gap(toy(), r) > 1e-2 and gap(net, done[0][0]) > 1e-2
 

@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from conftest import (
+    EVICTION,
     SMALL,
     STOP,
     gap,
@@ -69,26 +70,27 @@ def wrong_logs(r):
 
 def test_first_response_token_is_dense(model, method):
     """The last prompt token saw every key; the next token sees what was kept."""
-    dense = generate(model, prompts(61, 40), 2, 4, evict="none", seed=5)
-    r = generate(model, prompts(61, 40), 2, 4, evict=method, seed=5, **SMALL)
+    dense = generate(model, prompts(61, 40), 2, 4, eviction=Eviction("none"), seed=5)
+    r = generate(model, prompts(61, 40), 2, 4, eviction=Eviction(method, **SMALL), seed=5)
     assert torch.equal(r.logp_roll[..., 0], dense.logp_roll[..., 0])
     assert (r.logp_roll[..., 1] - dense.logp_roll[..., 1]).abs().max() > 0.1
 
 
 def test_budget_of_the_prompt_is_dense(model, method):
-    ask = dict(group=2, max_new_tokens=8, window=8, sinks=2, seed=2)
-    dense = generate(model, prompts(40, 33), evict="none", **ask)
-    whole = generate(model, prompts(40, 33), evict=method, budget=40, **ask)
+    e = Eviction(method, budget=40, window=8, sinks=2)
+    ask = dict(prompts=prompts(40, 33), group=2, max_new_tokens=8, seed=2)
+    dense = generate(model, eviction=Eviction("none"), **ask)
+    whole = generate(model, eviction=e, **ask)
     assert torch.equal(dense.tokens, whole.tokens)
     assert torch.equal(dense.logp_roll, whole.logp_roll)
-    less = generate(model, prompts(40, 33), evict=method, budget=39, **ask)
+    less = generate(model, eviction=replace(e, budget=39), **ask)
     assert not torch.equal(dense.logp_roll, less.logp_roll)
 
 
 def test_storage_is_what_is_kept(model, method):
     """2 (keys and values) x 3 layers x 2 KV heads x 16 numbers x 4 bytes for each key; prompts are
     held once for their group, and the last token of a response is never fed."""
-    r = generate(model, prompts(61, 40), 3, 9, evict=method, **SMALL)
+    r = generate(model, prompts(61, 40), 3, 9, eviction=Eviction(method, **SMALL))
     assert r.kv["kept"] == 768 * (2 * 24 + 2 * 3 * 8)
     assert r.kv["dense_shared"] == 768 * (61 + 40 + 2 * 3 * 8)
 
@@ -119,7 +121,7 @@ def test_lifetimes_are_the_definition():
 def test_sampler_and_learner_agree_again_after_an_update():
     net = toy()
     c, objective, opt = learner(net)
-    ask = dict(prompts=prompts(61, 40), group=4, max_new_tokens=8, **SMALL)
+    ask = dict(prompts=prompts(61, 40), group=4, max_new_tokens=8, eviction=EVICTION)
     before = generate(net, **ask)
     log = learn(net, opt, objective, before, rewards=some_rewards(2, 4), c=c, lr=1e-3)
     assert log["gap_max"] <= 1e-4

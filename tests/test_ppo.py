@@ -7,11 +7,13 @@ import torch
 
 from conftest import STOP, gap, learn, learner, logged, prompts, ragged, rel, some_rewards, toy
 from grpo import replay
+from kvcache import Eviction
 from objectives.ppo import gae, value_loss, whiten
 from rollout import generate
 from run.report import facts
 
 NAN = math.nan
+KEEPS = Eviction(budget=24, window=8)
 
 
 def test_gae_by_hand():
@@ -112,7 +114,7 @@ def test_returns_and_values_of_the_loop():
     """The reward is that of the last token, so undiscounted every prefix is worth it; the values
     that are trained are the learner's policy's."""
     net = toy()
-    r = generate(net, prompts(61, 40), 4, 12, stop_ids=STOP, budget=24, window=8, seed=1)
+    r = generate(net, prompts(61, 40), 4, 12, stop_ids=STOP, eviction=KEEPS, seed=1)
     rewards = some_rewards(2, 4)
     c, objective, opt = learner(net, objective="ppo", value_coef=0.25, distill=0.0)
     torch.nn.init.normal_(objective.value.weight, 0, 0.1)
@@ -145,7 +147,7 @@ def test_returns_and_values_of_the_loop():
 def test_a_group_of_one():
     """A learned value takes the place of the group's mean: one sample has an advantage, too."""
     net = toy()
-    r = generate(net, prompts(61, 40), 1, 12, budget=24, window=8, seed=1)
+    r = generate(net, prompts(61, 40), 1, 12, eviction=KEEPS, seed=1)
     c, objective, opt = learner(net, objective="ppo", group=1)
     rewards = some_rewards(2, 1)
     log = learn(net, opt, objective, r, rewards=rewards, c=c, lr=1e-3)

@@ -696,15 +696,17 @@ def checkpoint():
     return Transformer.from_pretrained(MODEL), Tokenizer(MODEL)
 
 
-def answers(checkpoint, n, **kw):
+def answers(checkpoint, n, group, temperature=1.0, evict="snapkv", **kept):
     """Responses of the embedded checkpoint to the first n held-out default problems
     -> [(problem, [texts])]"""
+    from kvcache import Eviction
     from rollout import generate
     model, tok = checkpoint
     encode = prompt_encoder(tok)
     problems = [problem("kv4", "eval", 0, i, tokens=256, encode=encode) for i in range(n)]
     ids = [encode(p.text) for p in problems]
-    r = generate(model, ids, max_new_tokens=17, stop_ids=tok.stop_ids, **kw)
+    r = generate(model, ids, group, max_new_tokens=17, temperature=temperature,
+                 eviction=Eviction(evict, **kept), stop_ids=tok.stop_ids)
     pairs = []
     for p, tokens, lengths in zip(problems, r.tokens.tolist(), r.lengths.tolist()):
         texts = [tok.decode(t[:n], special=False) for t, n in zip(tokens, lengths)]

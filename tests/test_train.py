@@ -15,9 +15,9 @@ import run.report
 import run.start
 import train
 from conftest import (
+    EVICTION,
     FAST,
     ROOT,
-    SMALL,
     STOP,
     TINY,
     at_call,
@@ -235,7 +235,7 @@ def test_config_files(tmp_path):
 
 def sampled(net):
     """A rollout of four groups, some responses stopped."""
-    return generate(net, prompts(61, 40, 97, 20), 4, 12, stop_ids=STOP, seed=1, **SMALL)
+    return generate(net, prompts(61, 40, 97, 20), 4, 12, stop_ids=STOP, seed=1, eviction=EVICTION)
 
 
 class Gradients:
@@ -341,7 +341,7 @@ def test_several_updates_per_rollout(name):
     """The later ones see a ratio, a value or a margin that has moved. The gap is taken before the
     first update, the clipping at the last."""
     net = toy()
-    r = generate(net, prompts(61, 40), 4, 12, seed=1, **SMALL)
+    r = generate(net, prompts(61, 40), 4, 12, seed=1, eviction=EVICTION)
     c, objective, opt = learner(net, initial=toy(), objective=name, updates=3)
     rewards = some_rewards(2, 4)
     log = learn(net, opt, objective, r, rewards=rewards, c=c, lr=1e-2)
@@ -661,7 +661,7 @@ def test_what_a_stop_string_cuts():
     tok = Tokenizer(TINY)
     net = Transformer.from_pretrained(TINY)
     ids = tok.encode("The code for coin is 4768.\nRepeat each word with its code: coin.\nAnswer:")
-    r = generate(net, [ids], 2, 5, stop_ids=tok.stop_ids, evict="none")
+    r = generate(net, [ids], 2, 5, stop_ids=tok.stop_ids, eviction=Eviction("none"))
     (whole, same), = decode(tok, r, special=False)
     assert whole == " coin 4768"
     cut = cut_at(tok, r, ("in 47",))                      # " coin", " ", "476", "8"

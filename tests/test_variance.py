@@ -10,9 +10,10 @@ from dataclasses import replace
 import pytest
 import torch
 
-from conftest import SMALL, prompts, toy
+from conftest import EVICTION, SMALL, prompts, toy
 from experiments import variance
 from grpo import replay
+from kvcache import Eviction
 from rollout import generate
 from shadow_attn import shadow_attention
 
@@ -25,7 +26,7 @@ def model():
 
 
 def sampled(model, evict):
-    r = generate(model, prompts(61, 40), 2, R, evict=evict, seed=1, **SMALL)
+    r = generate(model, prompts(61, 40), 2, R, eviction=Eviction(evict, **SMALL), seed=1)
     return r, variance.score(model, r)
 
 
@@ -151,8 +152,8 @@ def test_floor_against_all_responses():
     and here, where the tail is light, samples of mu find the variance too."""
     model = toy(vocab_size=12)
     p = [[t % 12 for t in prompts(60)[0]]]
-    mu = generate(model, p, 3000, 2, evict="snapkv", seed=1, **SMALL)
-    pi = generate(model, p, 3000, 2, evict="none", seed=2, **SMALL)
+    mu = generate(model, p, 3000, 2, eviction=EVICTION, seed=1)
+    pi = generate(model, p, 3000, 2, eviction=Eviction("none"), seed=2)
     pi.kept = mu.kept
     tokens = torch.cartesian_prod(torch.arange(12), torch.arange(12))[None]     # (1, 144, 2)
     every = replace(mu, tokens=tokens, lengths=mu.lengths[:, :144],
