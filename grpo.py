@@ -39,9 +39,10 @@ from dataclasses import dataclass
 
 import torch
 
+from fast.attention import make_plans
 from fast.head import head_rows
 from fast.launch import widen
-from shadow_attn import prepare_layers, shadow_attention
+from shadow_attn import shadow_attention
 
 NORMS = ("sequence", "token", "constant")
 CORRECTIONS = ("tis", "mis", "sparse_rl")
@@ -247,7 +248,7 @@ def replay(model, rollout, policies=("dense", "shadow"), distill_to=None, stats=
     # would be large
     plans = [None] * c.n_layer
     if packed.until.is_cuda and c.n_layer * c.n_kv_head * len(packed.ids) ** 2 < 2**39:
-        plans = prepare_layers(packed.until, torch.is_grad_enabled())
+        plans = make_plans(packed.until, torch.is_grad_enabled())
 
     def attend(layer, q, k, v):  # here the Shadow Mask enters the learner
         return shadow_attention(q, k, v, packed.until[layer], plan=plans[layer])

@@ -18,11 +18,12 @@ from itertools import groupby
 
 import torch
 
+from fast.attention import make_plan
 from fast.launch import kernels
 from fast.record import record
 from fast.sampling import sample_triton
 from kvcache import Eviction, KVCache, NotFinite
-from shadow_attn import prepare, shadow_attention
+from shadow_attn import shadow_attention
 
 
 @dataclass
@@ -135,7 +136,7 @@ def prefill_row(model, cache, prompts, first):
     ends = n.cumsum(0)                                                    # (n,)
     until = ends.repeat_interleave(n, output_size=sum(sizes)).int()       # (N,) the prompt's end
     until = until.expand(model.config.n_kv_head, -1).contiguous()         # (nkv, N)
-    plan = prepare(until, backward=False) if until.is_cuda else None      # once for all layers
+    plan = make_plan(until, backward=False) if until.is_cuda else None    # once for all layers
     ids = torch.tensor([t for p in prompts for t in p], device=model.device)          # (N,)
     pos = torch.cat([torch.arange(size, device=model.device) for size in sizes])      # (N,)
 

@@ -47,7 +47,8 @@ import rollout as sampler
 import train
 from kvcache import Eviction
 from model import Config, Transformer
-from shadow_attn import group_until, run, shadow_attention
+from experiments.attention import group_until, run
+from shadow_attn import shadow_attention
 from support import parallel
 from support.configurator import Arguments, make_folder
 from support.lora import LoRA, targets_of
@@ -1118,16 +1119,16 @@ def short_lives():
         cut(packed.until)
         return packed
 
-    def prepare(until, **kwargs):
+    def make_plan(until, **kwargs):
         cut(until)
-        return real_prepare(until, **kwargs)
+        return real_plan(until, **kwargs)
 
-    real_pack, real_prepare = grpo.pack, sampler.prepare
-    grpo.pack, sampler.prepare = pack, prepare
+    real_pack, real_plan = grpo.pack, sampler.make_plan
+    grpo.pack, sampler.make_plan = pack, make_plan
     try:
         yield
     finally:
-        grpo.pack, sampler.prepare = real_pack, real_prepare
+        grpo.pack, sampler.make_plan = real_pack, real_plan
 
 
 def short_attention(module, query, key, value, attention_mask, scaling=None, **_):

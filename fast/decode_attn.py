@@ -15,7 +15,8 @@ the start of a response begins with the new token itself, which every query sees
 and value in the cache. The step number is read from the device: one CUDA graph serves all steps.
 
 Here: the formula, the same in PyTorch (used for real on CPU), two Triton kernels (pieces, then
-their sum), the launch. `python -m fast.decode_attn` checks against the formula and prints times.
+their sum), the launch. `python -m experiments.attention` checks against the formula and prints
+times.
 Left out: gradients, paged caches, response keys that die while decoding.
 References: splitting the keys: FlashDecoding (crfm.stanford.edu/2023/10/12/flashdecoding.html);
 sharing a prefix: Hydragen (arXiv 2402.05099).
@@ -309,65 +310,3 @@ def decode_attention_triton(q, k, v, prompt_k, prompt_v, n_kept, response_k, res
             HEAD_DIM=hs, HEAD_DIM_PADDED=width, PIECES=power(pieces),
             num_warps=1 if pieces <= 8 else 4)
     return out
-
-
-# The self-check.
-
-def example(B, G, nh, nkv, hs, K, R, t, device, dtype):
-    """Random arguments of decode_attention; KV heads hold different numbers of prompt keys,
-    and slots that do not count hold NaN."""
-    n_kept = torch.randint(1, K + 1, (B, nkv), device=device, dtype=torch.int32)
-    n_kept[0, 0] = K
-    padding = torch.arange(K, device=device) >= n_kept[:, :, None]         # (B, nkv, K)
-    # views of one matrix, as in the model
-    qkv = torch.randn(B * G, nh + 2 * nkv, hs, device=device).to(dtype)
-    q, k, v = qkv.split([nh, nkv, nkv], 1)
-    prompt = torch.randn(2, B, nkv, K, hs, device=device).to(dtype)
-    prompt.masked_fill_(padding[..., None], math.nan)
-    response = torch.randn(2, B * G, nkv, R, hs, device=device).to(dtype)
-    response[:, :, :, t:] = math.nan
-    return [q, k, v, *prompt, n_kept, *response, torch.tensor(t, device=device)]
-
-
-def microseconds(arguments, calls=50):
-    """Time of decode_attention(*arguments) inside a CUDA graph of many calls."""
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        for _ in range(calls):
-            decode_attention(*arguments)
-    return triton.testing.do_bench(graph.replay, return_mode="median") * 1e3 / calls
-
-
-def main():
-    """Check against the formula, on a GPU also time; exit code 1 if an error is too large."""
-    device, dtype, bound, card = "cpu", torch.float32, 1e-5, "CPU"
-    if torch.cuda.is_available():
-        device, dtype, bound, card = "cuda", torch.bfloat16, 1e-2, torch.cuda.get_device_name()
-    print(f"{card}, {dtype}; error: norm of the difference from fp64, over norm")
-    ok = True
-    for shape in ((8, 8, 9, 3, 64, 256, 127, 64),
-                  (8, 8, 12, 2, 128, 1024, 255, 128),
-                  (8, 8, 12, 2, 128, 8192, 1023, 512)):
-        B, G, nh, nkv, hs, K, R, t = shape
-        torch.manual_seed(0)
-        arguments = example(*shape, device, dtype)
-        want = formula(*arguments)
-        error = ((decode_attention(*arguments) - want).norm() / want.norm()).item()
-        ok &= error < bound
-        line = (f"{B}x{G} samples, {nh}:{nkv} heads of {hs}, {K} prompt keys, "
-                f"{t} of {R} response keys: error {error:.1e}")
-        if device == "cuda":  # with all slots in use
-            prompt_k, prompt_v, n_kept = arguments[3:6]
-            n_kept.fill_(K)
-            prompt_k.nan_to_num_()
-            prompt_v.nan_to_num_()
-            us = microseconds(arguments)
-            size = 2 * prompt_k.nbytes + 2 * B * G * nkv * t * hs * dtype.itemsize
-            line += f", {us:.1f} us, {size / us / 1e3:.0f} GB/s (small caches are read from L2)"
-        print(line)
-    print("ok" if ok else f"FAILED: an error exceeds {bound}")
-    return 0 if ok else 1
-
-
-if __name__ == "__main__":
-    raise SystemExit(main())
