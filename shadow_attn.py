@@ -100,7 +100,7 @@ def shadow_attention(q, k, v, until, scale=None, impl=None, plan=None, out=None)
         return shadow_attention_ref(q, k, v, until, scale=scale)
     check_triton(q, impl)
     if impl == "simple":
-        return simple_attention(q, k, v, until, scale)
+        return simple_attention(q, k, v, until, scale=scale)
     return fast_attention(q, k, v, until, scale=scale, plan=plan, out=out)
 
 

@@ -204,7 +204,7 @@ def test_cards(results, tmp_path):
     """On n cards a step has n times the samples, and rank 0 alone says so."""
     codes, printed = Ranks(2, tmp_path, two_ranks, [str(tmp_path)]).wait()
     assert codes == [0, 0], printed
-    assert "cards 2, B 2 x 2" in printed[0] and printed[1] == ""
+    assert "cards 2, prompts 2 x 2" in printed[0] and printed[1] == ""
     two = json.loads((tmp_path / "bench-cards-x2-cpu.json").read_text())
     for result, samples in ((results["cards"], 4), (two, 8)):
         row = rows(result)["ours"]
@@ -292,14 +292,14 @@ def test_longest_finds_the_edge():
 
 def test_short_lives_only_shorten(monkeypatch):
     monkeypatch.setattr(bench, "SHORT", 10)
-    r, real = bench.made_rollout(bench.config_of("tiny"), WORK), (grpo.pack, rollout.prepare)
+    r, real = bench.made_rollout(bench.config_of("tiny"), WORK), (grpo.pack, rollout.make_plan)
     whole = grpo.pack(r)
     with bench.short_lives():
         short = grpo.pack(r)
     row = torch.arange(len(whole.ids))
     assert torch.equal(short.until, torch.minimum(whole.until, (row + 10).int()))
     assert not torch.equal(short.until, whole.until)
-    assert (grpo.pack, rollout.prepare) == real and torch.equal(short.ids, whole.ids)
+    assert (grpo.pack, rollout.make_plan) == real and torch.equal(short.ids, whole.ids)
 
 
 def test_attempt_keeps_assertions_and_explains_the_rest():

@@ -1,28 +1,20 @@
 """
 Attention of a decoding step: the PyTorch path and the kernel against the fp64 formula; the kernel
-on a GPU if there is one, else in Triton's interpreter, in a process of its own (TRITON_INTERPRET
-must be set before the import).
+on a GPU if there is one, else in Triton's interpreter, in a process of its own.
 """
-import os
-import subprocess
-import sys
 from typing import NamedTuple
 
 import pytest
 import torch
 
+from conftest import CUDA, DEVICE, beside_interpreter, kernel
+from experiments.attention import decoding as example
+from experiments.attention import error
 from fast import decode_attn
-from fast.decode_attn import decode_attention, example, formula
-from fast.launch import triton
+from fast.decode_attn import decode_attention, formula
 
-ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
-CUDA = torch.cuda.is_available()
-INTERPRET = os.environ.get("TRITON_INTERPRET") == "1"
 KERNELS = "(triton or kernel) and not interpreter"  # tests that run in the interpreter
-DEVICE = "cuda" if CUDA else "cpu"
 REAL = {name: getattr(decode_attn, name) for name in ("BLOCK", "SPLIT", "PROGRAMS")}
-kernel = pytest.mark.skipif(triton is None or not (CUDA or INTERPRET),
-                            reason="needs a GPU or TRITON_INTERPRET=1")
 IMPLS = ["ref", pytest.param("triton", marks=kernel)]
 
 
@@ -54,10 +46,6 @@ def small_pieces(monkeypatch):
     monkeypatch.setattr(decode_attn, "BLOCK", 16)
     monkeypatch.setattr(decode_attn, "SPLIT", 16)
     monkeypatch.setattr(decode_attn, "PROGRAMS", 6)
-
-
-def error(got, want):
-    return ((got.double() - want).norm() / want.norm()).item()
 
 
 def same(a, b):
@@ -204,15 +192,6 @@ def test_one_graph_serves_every_step():
     assert torch.equal(rk, rk2) and torch.equal(rv, rv2)
 
 
-@pytest.mark.skipif(CUDA or INTERPRET or triton is None,
-                    reason="runs the kernels where there is no GPU")
+@beside_interpreter
 def test_kernels_in_interpreter(pass_in_interpreter):
     pass_in_interpreter()
-
-
-def test_self_check_command():
-    env = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
-    command = [sys.executable, "-m", "fast.decode_attn"]
-    result = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True)
-    assert result.returncode == 0, result.stdout + result.stderr
-    assert result.stdout.rstrip().endswith("ok")

@@ -3,8 +3,8 @@ import math
 
 import pytest
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 
+from conftest import largest_tensor, rel
 from fast import head
 from fast.head import acceptance_rows, entropy_rows, head_rows, kl_rows, matmul32, score
 
@@ -12,10 +12,6 @@ P3, Q3 = torch.tensor([0.7, 0.2, 0.1]), torch.tensor([0.5, 0.3, 0.2])
 DEVICES = ["cpu"]
 if torch.cuda.is_available():
     DEVICES.append("cuda")
-
-
-def rel(a, b):
-    return ((a - b).abs().max() / b.abs().max()).item()
 
 
 # matmul32
@@ -270,27 +266,17 @@ def test_a_teacher_with_its_own_matrix(monkeypatch):
         head.chunks(weight, hidden))
 
 
-class Largest(TorchDispatchMode):
-    """elements of the largest tensor that any operation returns, forward and backward"""
-    numel = 0
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        out = func(*args, **(kwargs or {}))
-        for x in out if isinstance(out, (tuple, list)) else [out]:
-            if isinstance(x, torch.Tensor):
-                self.numel = max(self.numel, x.numel())
-        return out
-
-
 def test_rows_times_vocabulary_never_exists(monkeypatch):
     weight, hidden, targets, coefs = head_case(n=600, V=503, C=8, dtype=torch.float32)
     largest = {}
+
+    def both():
+        in_chunks(weight, hidden, targets, coefs)
+        head_rows(weight, hidden, targets, student=0, stats=True)
+
     for budget in (16 * 2 * 503 * 4, 2**40):
         monkeypatch.setattr(head, "LOGIT_BYTES", budget)
-        with Largest() as seen:
-            in_chunks(weight, hidden, targets, coefs)
-            head_rows(weight, hidden, targets, student=0, stats=True)
-        largest[budget] = seen.numel
+        largest[budget] = largest_tensor(both)
     assert list(largest.values()) == [16 * 503, 600 * 503]  # control: with no budget the big one is
 
 

@@ -1,24 +1,17 @@
 """
 The sampler's kernels against the formula that they replace, rollout.draw_token.
 
-They run on a GPU if there is one, else in Triton's interpreter, in a process of its own
-(TRITON_INTERPRET must be set before the import).
+They run on a GPU if there is one, else in Triton's interpreter, in a process of its own.
 """
-import os
-
 import pytest
 import torch
 
-from fast.launch import jit, tl, triton
+from conftest import CUDA, DEVICE, beside_interpreter, kernel
+from fast.launch import jit, tl
 from fast.sampling import consider, gumbel, sample_triton
 from rollout import draw_token
 
-CUDA = torch.cuda.is_available()
-INTERPRET = os.environ.get("TRITON_INTERPRET") == "1"
 KERNELS = "not interpreter"  # tests that run in the interpreter
-DEVICE = "cuda" if CUDA else "cpu"
-kernel = pytest.mark.skipif(
-    triton is None or not (CUDA or INTERPRET), reason="needs a GPU or TRITON_INTERPRET=1")
 
 
 @pytest.fixture
@@ -180,7 +173,6 @@ def test_logits_that_are_not_finite_show(wrong, t):
         assert ((token >= 0) & (token < 5000)).all()
 
 
-@pytest.mark.skipif(
-    CUDA or INTERPRET or triton is None, reason="runs the kernels where there is no GPU")
+@beside_interpreter
 def test_kernels_in_interpreter(pass_in_interpreter):
     pass_in_interpreter()
