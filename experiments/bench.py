@@ -65,8 +65,8 @@ warnings.filterwarnings("ignore", message="flex_attention called without torch.c
 DTYPE = torch.bfloat16 if CUDA else torch.float32
 WINDOW, SINKS = 32, 4  # Eviction's defaults
 CAP = 1_000_000        # longest prompt tried, in tokens
-SHORT = 2048           # rows a key lives where only memory is measured: no quadratic time
-CONTEXT = 0.8          # GB of a card that CUDA itself should take; cuda_gb: how many it took
+SHORT = 2048           # rows a key lives where only memory is measured
+CONTEXT = 0.8          # GB of a card that CUDA itself should take; cuda_gb: it took
 
 
 @dataclass(frozen=True)
@@ -88,7 +88,7 @@ class Work:
                     kept=self.budget)
 
 
-SHAPES = {  # type, width, layers, heads, KV heads, head size, MLP, vocabulary, theta, tied
+SHAPES = {  # values of SIZES
     "smollm2-135m": ("llama", 576, 30, 9, 3, 64, 1536, 49152, 1e5, True),
     "qwen2.5-0.5b": ("qwen2", 896, 24, 14, 2, 64, 4864, 151936, 1e6, True),
     "qwen2.5-1.5b": ("qwen2", 1536, 28, 12, 2, 128, 8960, 151936, 1e6, True),
@@ -104,8 +104,8 @@ def raw_config(name):
     """config.json of a shape; long contexts are allowed, as RoPE needs no table."""
     raw = dict(zip(SIZES, SHAPES[name], strict=True))
     rope = dict(rope_type="default", rope_theta=raw.pop("rope_theta"))
-    return dict(raw, rms_norm_eps=1e-6, max_position_embeddings=1 << 20, bos_token_id=None,
-                eos_token_id=None, rope_parameters=rope)
+    return dict(raw, rms_norm_eps=1e-6, max_position_embeddings=1 << 20,
+                bos_token_id=None, eos_token_id=None, rope_parameters=rope)
 
 
 def config_of(name):
@@ -175,13 +175,14 @@ def check_same(what, a, b, bound):
 # column -> heading, format
 COLUMNS = dict(
     policies=("policies", "8d"), ms=("ms", "11,.2f"), tokens_s=("tokens/s", "11,.0f"),
-    ratio=("x ours", "8.2f"), step_ms=("ms/step", "9.2f"), rollout_s=("rollout s", "9.3f"),
-    trained=("trained M", "9.2f"), learn_s=("learn s", "9.3f"),
+    ratio=("x ours", "8.2f"), step_ms=("ms/step", "9.2f"),
+    trained=("trained M", "9.2f"), rollout_s=("rollout s", "9.3f"), learn_s=("learn s", "9.3f"),
     samples_s=("samples/s", "9.2f"), share=("of limit", "8.1%"), limit=("limit", "7s"),
     rollout_gb=("rollout GB", "10.3f"), predicted_gb=("predicted", "10.3f"),
     over=("ratio", "7.2f"), learner_gb=("learner GB", "10.3f"),
-    kv_mb=("kept KV MB", "12,.3f"), tokens=("tokens", "10,d"), peak_gb=("peak GB", "8.2f"),
-    first_s=("first s", "8.2f"), error=("differs", "8.1e"), cuda_gb=("CUDA GB", "8.2f"))
+    kv_mb=("kept KV MB", "12,.3f"), tokens=("tokens", "10,d"),
+    peak_gb=("peak GB", "8.2f"), first_s=("first s", "8.2f"), error=("differs", "8.1e"),
+    cuda_gb=("CUDA GB", "8.2f"))
 
 
 class Report:
@@ -207,8 +208,8 @@ class Table:
     """Rows are printed as they are measured. x ours: time over the first row's."""
 
     def __init__(self, report, title, columns, facts):
-        self.report, self.title, self.columns, self.facts = report, title, columns, facts
-        self.rows = []
+        self.report, self.title, self.columns = report, title, columns
+        self.facts, self.rows = facts, []
         tell(f"\n{title}: " + ", ".join(f"{k} {v}" for k, v in facts.items()))
         tell(self.line("", {c: COLUMNS[c][0] for c in columns}))
 
@@ -318,7 +319,8 @@ def attn(report, nh, nkv, hs, work, repeat):
         responses=f"{G} x {R}", kept=work.budget, packed_rows=N, unpacked_rows=G * T,
         timed=f"median of {repeat}; masks and sorting included")
     # grad, q, k, v
-    inputs = [torch.randn(N, n, hs, device=DEVICE, dtype=DTYPE) for n in (nh, nh, nkv, nkv)]
+    inputs = [torch.randn(N, n, hs, device=DEVICE, dtype=DTYPE)
+              for n in (nh, nh, nkv, nkv)]
     flops = attention_flops(until, nh, hs)
     row, want = our_attention(until, inputs, flops, repeat=repeat)
     table.add("ours", dict(row, policies=2))
@@ -328,11 +330,11 @@ def attn(report, nh, nkv, hs, work, repeat):
                                 repeat=repeat))
     causal_rows(table, G, T, sizes=(nh, nkv, hs), repeat=repeat)
 
-    table = report.table("one causal sequence, forward + backward", columns, heads=heads,
-                         rows=P)
+    table = report.table("one causal sequence, forward + backward", columns,
+                         heads=heads, rows=P)
     until = torch.full((nkv, P), P, dtype=torch.int32, device=DEVICE)
-    row, _ = our_attention(until, [x[:P] for x in inputs], attention_flops(until, nh, hs),
-                           repeat=repeat)
+    flops = attention_flops(until, nh, hs)
+    row, _ = our_attention(until, [x[:P] for x in inputs], flops, repeat=repeat)
     table.add("ours", dict(row, policies=1))
     causal_rows(table, 1, P, sizes=(nh, nkv, hs), repeat=repeat)
 
@@ -353,7 +355,8 @@ def our_attention(until, inputs, flops, repeat):
     def attend(q, k, v):
         return shadow_attention(q, k, v, until)
 
-    return share(clock(lambda: run(attend, *inputs), repeat), flops), run(attend, *inputs)
+    row = clock(lambda: run(attend, *inputs), repeat)
+    return share(row, flops), run(attend, *inputs)
 
 
 def same_mask(name, attend, flat, want, flops, repeat):
@@ -407,7 +410,8 @@ def packed_rivals(until, nh):
             return F.scaled_dot_product_attention(q, k, v, attn_mask=seen)
 
     return {"FlexAttention, mask made before": mask_before,
-            "FlexAttention, mask included": mask_included, "SDPA, mask as a matrix": matrix}
+            "FlexAttention, mask included": mask_included,
+            "SDPA, mask as a matrix": matrix}
 
 
 def causal_rows(table, sequences, T, sizes, repeat):
@@ -438,8 +442,8 @@ def decode(report, name, work, repeat, rivals):
     """Sampling, prompt included; a decoding step alone is the difference between R tokens and an
     eighth of R. rivals: kinds of cache"""
     table = report.table(
-        "sampling", "tokens_s ms ratio step_ms share limit peak_gb first_s error", model=name,
-        **work.facts,
+        "sampling", "tokens_s ms ratio step_ms share limit peak_gb first_s error",
+        model=name, **work.facts,
         timed=f"median of {repeat}; step: {work.R} against {few(work)} tokens")
     prompts = drawn(name, work.B, work.P)
     table.add("ours", our_sampling(name, work, prompts, repeat))
@@ -493,9 +497,10 @@ def transformers_sampling(name, work, prompts, kind, repeat):
     cache = {"dynamic": {}, "static": dict(cache_implementation="static")}[kind]
 
     def generate(n):
-        out = model.generate(ids, attention_mask=torch.ones_like(ids), do_sample=True,
-                             top_k=0, temperature=1.0, max_new_tokens=n, min_new_tokens=n,
-                             pad_token_id=0, **cache)
+        out = model.generate(
+            ids, attention_mask=torch.ones_like(ids), do_sample=True, top_k=0,
+            temperature=1.0, max_new_tokens=n, min_new_tokens=n, pad_token_id=0,
+            **cache)
         if out.shape != (S, work.P + n):
             raise AssertionError(f"transformers made {tuple(out.shape)} tokens of "
                                  f"{(S, work.P + n)} asked for")
@@ -526,8 +531,8 @@ def learner(report, name, work, repeat):
     release()
     for micro in (G, 1):
         plural = "s" if micro > 1 else ""
-        table.add(f"transformers, {micro} sequence{plural} at a time",
-                  attempt(transformers_learner, name, r, adv, micro=micro, repeat=repeat))
+        row = attempt(transformers_learner, name, r, adv, micro=micro, repeat=repeat)
+        table.add(f"transformers, {micro} sequence{plural} at a time", row)
 
 
 def made_rollout(config, work):
@@ -625,7 +630,8 @@ def step(report, name, work, steps, checkpointing):
     """A whole training step: sample, reward at random, update."""
     table = step_table(report, "one training step",
                        "ms ratio rollout_s learn_s peak_gb first_s", steps, model=name,
-                       **work.facts, our_checkpointing=checkpointing, TRL_checkpointing=True)
+                       **work.facts, our_checkpointing=checkpointing,
+                       TRL_checkpointing=True)
     table.add("ours", attempt(our_step, name, work, steps, checkpointing=checkpointing))
     for dtype, what in (("float32", "its default"), ("bfloat16", "no fp32 masters")):
         table.add(f"TRL, {dtype} ({what})", attempt(trl_row, name, work, steps, dtype))
@@ -636,24 +642,23 @@ def lora(report, name, work, steps, rank):
     table = step_table(report, "one training step, LoRA",
                        "trained ms ratio rollout_s learn_s peak_gb first_s", steps,
                        model=name, rank=rank, **work.facts, checkpointing=True)
-    table.add("ours, LoRA",
-              attempt(our_step, name, work, steps, checkpointing=True, lora_rank=rank))
+    mine = functools.partial(our_step, name, work, steps, checkpointing=True)
+    table.add("ours, LoRA", attempt(mine, lora_rank=rank))
     table.add("TRL with peft, bfloat16",
               attempt(trl_row, name, work, steps, "bfloat16", rank=rank))
-    table.add("ours, all weights", attempt(our_step, name, work, steps, checkpointing=True))
+    table.add("ours, all weights", attempt(mine))
 
 
 def cards(report, name, work, steps):
     """A whole training step on one card or, under torchrun, on several: B prompts for each, one
     update for all."""
     table = step_table(report, "one training step, B prompts a card",
-                       "samples_s ms rollout_s learn_s peak_gb first_s", steps, model=name,
-                       cards=parallel.size(), **work.facts, checkpointing=True)
-    if parallel.size() > 1:  # a rank that went on without the others would wait for them
-        row = our_step(name, work, steps, checkpointing=True)
-    else:
-        row = attempt(our_step, name, work, steps, checkpointing=True)
-    table.add("ours", row)
+                       "samples_s ms rollout_s learn_s peak_gb first_s", steps,
+                       model=name, cards=parallel.size(), **work.facts,
+                       checkpointing=True)
+    mine = functools.partial(our_step, name, work, steps, checkpointing=True)
+    # a rank that went on without the others would wait for them
+    table.add("ours", mine() if parallel.size() > 1 else attempt(mine))
     release()
 
 
@@ -681,7 +686,8 @@ def fit(report, name, work, gb, steps):
 
 # settings that take less and less memory, and more time; the last trains fewer weights instead
 FRUGAL = (dict(), dict(micro_rows=8192), dict(checkpointing=True),
-          dict(checkpointing=True, micro_rows=4096), dict(checkpointing=True, lora_rank=16))
+          dict(checkpointing=True, micro_rows=4096),
+          dict(checkpointing=True, lora_rank=16))
 
 
 @contextmanager
@@ -725,9 +731,10 @@ def our_step(name, work, steps, checkpointing, **more):
             torch.cuda.reset_peak_memory_stats()
     seconds, rollout_s, learn_s = (statistics.median(x) for x in zip(*times[1:]))
     peak = max(parallel.gather(allocated()), key=lambda gb: gb or 0)
-    return dict(ms=1e3 * seconds, rollout_s=rollout_s, learn_s=learn_s, first_s=times[0][0],
-                peak_gb=peak, trained=sum(m.numel() for m in opt.masters) / 1e6,
-                samples_s=len(ids) * work.G / seconds, times=times)
+    return dict(ms=1e3 * seconds, rollout_s=rollout_s, learn_s=learn_s,
+                first_s=times[0][0], peak_gb=peak, times=times,
+                trained=sum(m.numel() for m in opt.masters) / 1e6,
+                samples_s=len(ids) * work.G / seconds)
 
 
 def now():
@@ -741,10 +748,10 @@ def trl_row(name, work, steps, dtype, rank=0):
         seconds, rollout_s, peak, versions = trl_step(
             raw_config(name), work, steps + 1, dtype, peft=peft_config(rank))
     except ImportError as e:
-        return dict(note=f"{e.name or 'a package'} is missing (pip install trl peft): {e}")
+        return dict(note=f"pip install trl, for LoRA also peft: {e}")
     whole, part = statistics.median(seconds[1:]), statistics.median(rollout_s[1:])
-    return dict(ms=1e3 * whole, first_s=seconds[0], rollout_s=part, learn_s=whole - part,
-                peak_gb=peak, versions=versions)
+    return dict(ms=1e3 * whole, first_s=seconds[0], rollout_s=part,
+                learn_s=whole - part, peak_gb=peak, versions=versions)
 
 
 def peft_config(rank):
@@ -798,8 +805,8 @@ def trl_step(raw, work, steps, dtype, peft=None):
     done = len(seconds), len(rollout_s), trainer.state.num_input_tokens_seen
     asked = steps, steps, steps * work.B * work.G * (work.P + work.R)
     if done != asked:
-        raise RuntimeError(f"TRL made {done} updates, generations and tokens, {asked} were "
-                           "asked for")
+        raise RuntimeError(f"TRL made {done} updates, generations and tokens, {asked} "
+                           "were asked for")
     peak = allocated()
     # the trainer sits in reference cycles and in accelerate's registry: what comes next
     # would find the memory taken
@@ -859,10 +866,10 @@ def trl_config(trl, out_dir, work, steps):
         num_generations=work.G, max_completion_length=work.R,
         per_device_train_batch_size=work.G, gradient_accumulation_steps=work.B,
         steps_per_generation=work.B,  # all samples of a step in one call, one update
-        num_iterations=1, beta=0.0, loss_type="dapo", temperature=1.0, top_p=1.0, top_k=0,
-        min_p=None, use_vllm=False, gradient_checkpointing=True, optim="adamw_torch_fused",
-        max_grad_norm=1.0, learning_rate=1e-6, report_to="none", logging_strategy="no",
-        save_strategy="no", disable_tqdm=True)
+        num_iterations=1, beta=0.0, loss_type="dapo", temperature=1.0, top_p=1.0,
+        top_k=0, min_p=None, use_vllm=False, gradient_checkpointing=True,
+        optim="adamw_torch_fused", max_grad_norm=1.0, learning_rate=1e-6,
+        report_to="none", logging_strategy="no", save_strategy="no", disable_tqdm=True)
 
 
 # memory
@@ -882,8 +889,8 @@ def memory_by_length(report, name, lengths, sampled, learnt):
         "rollout_gb predicted_gb over learner_gb kv_mb", model=name,
         rollout=f"{sampled.B} x {sampled.G} x {sampled.R}",
         learner=f"1 x {learnt.G} x {learnt.R}, checkpointing", kept=sampled.budget,
-        predicted="weights + kept KV + one layer's keys and values of the prompts prefilled "
-        "together + logits of a step")
+        predicted="weights + kept KV + one layer's keys and values of the prompts "
+        "prefilled together + logits of a step")
     model, adv = ours(name), torch.randn(1, learnt.G, device=DEVICE)
     for P in lengths:
         row = rollout_memory(model, name, replace(sampled, P=P))
@@ -902,14 +909,15 @@ def rollout_memory(model, name, work):
     prompts, kv, c = drawn(name, work.B, work.P), {}, model.config
 
     def sample():
-        rollout = sampler.generate(model, prompts, work.G, work.R, eviction=work.eviction)
-        kv.update(rollout.kv)
+        kv.update(sampler.generate(
+            model, prompts, work.G, work.R, eviction=work.eviction).kv)
 
     model.zero_grad(set_to_none=True)
     peak = peak_gb(sample)
     kept, formula = kv["kept"], rollout_kv(c, work)
     if kept != formula:
-        raise AssertionError(f"the cache holds {kept:,} bytes, the formula says {formula:,}")
+        raise AssertionError(
+            f"the cache holds {kept:,} bytes, the formula says {formula:,}")
     weights = sum(p.numel() for p in model.parameters()) * DTYPE.itemsize
     together = min(work.B, max(1, 16384 // work.P)) * work.P  # generate's prefill_rows
     predicted = (weights + kept + together * c.kv_bytes_per_token(DTYPE) // c.n_layer
@@ -930,10 +938,11 @@ def longest_prompts(report, name, sampled, learnt):
         rollout=f"{sampled.B} x {sampled.G} x {sampled.R}",
         learner=f"1 x {learnt.G} x {learnt.R}", kept=sampled.budget, cap=CAP,
         bisected="to 5 % by running at real size",
-        rollouts="one prompt of that length, the others short, as prefill takes them one by "
-        "one; dense: its forward pass beside a buffer of the cache's size",
+        rollouts="one prompt of that length, the others short, as prefill takes them "
+        "one by one; dense: its forward pass beside a buffer of the cache's size",
         rivals="one micro-batch, gradients there before",
-        attention=f"keys live {SHORT} rows at most: the same memory without quadratic time")
+        attention=f"keys live {SHORT} rows at most: the same memory without quadratic "
+        "time")
     if not CUDA:
         table.add("all", dict(note="needs CUDA"))
         return
@@ -964,7 +973,8 @@ def search(contender, make, f, a, b):
 
     with short_lives():
         P, gb, tried = longest(peak, room, a, b)
-    notes = {None: "not even the shortest length tried", CAP: "the cap: longer was not tried"}
+    notes = {None: "not even the shortest length tried",
+             CAP: "the cap: longer was not tried"}
     return dict(tokens=P, peak_gb=gb, tried=tried, room_gb=room, note=notes.get(P, ""))
 
 
@@ -1083,9 +1093,9 @@ def short_attention(module, query, key, value, attention_mask, scaling=None, **_
 LONG = Work(B=8, P=8192, G=8, R=256, budget=1024)
 GROUP = replace(LONG, B=1)
 TINY = Work(B=2, P=64, G=2, R=6, budget=48)
-SMOLLM, SMALL, QWEN, LARGE = "smollm2-135m", "qwen2.5-0.5b", "qwen2.5-1.5b", "qwen2.5-7b"
-PARTS = dict(attn=attn, decode=decode, learner=learner, step=step, lora=lora, cards=cards,
-             memory=memory, fit=fit)
+SMOLLM, SMALL, QWEN, LARGE, _ = SHAPES
+PARTS = {part.__name__: part
+         for part in (attn, decode, learner, step, lora, cards, memory, fit)}
 BOTH = ("dynamic", "static")
 REQUESTS = dict(  # part -> arguments of each of its tables
     attn=[dict(nh=16, nkv=8, hs=128, work=GROUP, repeat=10),
@@ -1116,7 +1126,8 @@ QUICK = dict(
     step=[dict(name="tiny", work=TINY, steps=1, checkpointing=True)],
     lora=[dict(name="tiny", work=TINY, steps=1, rank=2)],
     cards=[dict(name="tiny", work=TINY, steps=1)],
-    memory=[dict(name="tiny", lengths=[40, 64], sampled=replace(TINY, R=4), learnt=TINY)],
+    memory=[dict(name="tiny", lengths=[40, 64], sampled=replace(TINY, R=4),
+                 learnt=TINY)],
     fit=[dict(name="tiny", work=TINY, gb=1, steps=1)])
 
 
@@ -1136,17 +1147,17 @@ def facts():
     if not CUDA:
         how = f"wall clock, {torch.get_num_threads()} thread(s)"
     versions = {name: version(name) for name in ("torch", "triton", "transformers")}
-    return dict(card=card, slug=slug, dtype=str(DTYPE).removeprefix("torch."), **versions,
+    return dict(card=card, slug=slug, dtype=str(DTYPE).removeprefix("torch."),
                 timed=how + "; first s is the first call, compilation included",
-                **ceilings())
+                **versions, **ceilings())
 
 
 def arguments(argv=None):
     a = Arguments(prog="bench", description="benchmarks; see the head of this file")
     a.add_argument("part", choices=(*PARTS, "all"),
-                   help="attention; sampling; a learner's forward and backward pass; a whole "
-                   "training step, also with LoRA, also on several cards; memory; what fits a "
-                   "smaller card")
+                   help="attention; sampling; a learner's forward and backward pass; a "
+                   "whole training step, also with LoRA, also on several cards; "
+                   "memory; what fits a smaller card")
     a.add_argument("--quick", action="store_true", default=not CUDA,
                    help="tiny shapes, in seconds; always so without CUDA")
     a.add_argument("--shape", choices=list(SHAPES),
@@ -1176,7 +1187,7 @@ def request(a):
 def main(argv=None):
     a = arguments(argv)
     with one_line_errors(ValueError):
-        choose_device(SimpleNamespace(device="auto"))  # of several ranks each its own card
+        choose_device(SimpleNamespace(device="auto"))  # each rank its own card
         wanted = request(a)
     about = facts()
     tell("; ".join(f"{k} {v:,.1f}" if isinstance(v, float) else f"{k} {v}"

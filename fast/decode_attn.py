@@ -41,8 +41,8 @@ def formula(q, k, v, prompt_k, prompt_v, n_kept, response_k, response_v, t):
             keys = prompt_k[b, g, :n], response_k[s, g, :t], k[s, g, None]
             values = prompt_v[b, g, :n], response_v[s, g, :t], v[s, g, None]
             keys, values = torch.cat(keys), torch.cat(values)   # (n + t + 1, hs)
-            p = (keys.double() @ q[s, h].double() * hs ** -0.5).softmax(0)  # (n + t + 1,)
-            out[s, h] = p @ values.double()
+            score = keys.double() @ q[s, h].double() * hs ** -0.5
+            out[s, h] = score.softmax(0) @ values.double()
     return out
 
 
@@ -288,8 +288,8 @@ def decode_attention_triton(q, k, v, prompt_k, prompt_v, n_kept, response_k, res
     heads_apart = any(x.stride()[1:] != (hs, 1) for x in (q, k, v))
     caches = prompt_k, prompt_v, response_k, response_v, n_kept
     if heads_apart or not all(x.is_contiguous() for x in caches):
-        raise ValueError("heads of q, k and v must follow each other, and the caches and "
-                         "n_kept be contiguous")
+        raise ValueError("heads of q, k and v must follow each other, and the caches "
+                         "and n_kept be contiguous")
     power, cdiv = triton.next_power_of_2, triton.cdiv
     width = max(16, power(hs))
     if q.element_size() == 2:

@@ -196,8 +196,8 @@ class HeadRows(torch.autograd.Function):
         for chunk in chunks(weight, hidden, teacher):
             # no name for the logits: they must be gone before the next chunk's
             found.append(score(
-                [chunk_logits(weight, h, chunk, absent) for h in hidden], targets[chunk],
-                temperature=temperature, student=student, stats=stats,
+                [chunk_logits(weight, h, chunk, absent) for h in hidden],
+                targets[chunk], temperature=temperature, student=student, stats=stats,
                 teacher=teacher_logits(teacher, chunk, absent)))
         out = {name: torch.cat([x[name] for x in found], dim=-1) for name in found[0]}
         plain = [out[name] for name in ("entropy", "accept") if name in out]
