@@ -176,8 +176,9 @@ def check_same(what, a, b, bound):
 COLUMNS = dict(
     policies=("policies", "8d"), ms=("ms", "11,.2f"), tokens_s=("tokens/s", "11,.0f"),
     ratio=("x ours", "8.2f"), step_ms=("ms/step", "9.2f"),
-    trained=("trained M", "9.2f"), rollout_s=("rollout s", "9.3f"), learn_s=("learn s", "9.3f"),
-    samples_s=("samples/s", "9.2f"), share=("of limit", "8.1%"), limit=("limit", "7s"),
+    trained=("trained M", "9.2f"), rollout_s=("rollout s", "9.3f"),
+    learn_s=("learn s", "9.3f"), samples_s=("samples/s", "9.2f"),
+    share=("of limit", "8.1%"), limit=("limit", "7s"),
     rollout_gb=("rollout GB", "10.3f"), predicted_gb=("predicted", "10.3f"),
     over=("ratio", "7.2f"), learner_gb=("learner GB", "10.3f"),
     kv_mb=("kept KV MB", "12,.3f"), tokens=("tokens", "10,d"),
@@ -190,47 +191,37 @@ class Report:
     stopped leaves what it has measured. about: what stands beside the tables in the file."""
 
     def __init__(self, path=None, **about):
-        self.path, self.about, self.tables, self.start = path, about, [], time.time()
+        self.path, self.about, self.tables = path, about, []
+        self.start = time.time()
 
     def table(self, title, columns, **facts):
-        self.tables.append(Table(self, title, columns.split(), facts))
-        return self.tables[-1]
-
-    def save(self):
-        if self.path is None or parallel.rank():
-            return
-        found = [dict(title=t.title, facts=t.facts, rows=t.rows) for t in self.tables]
-        content = dict(self.about, seconds=time.time() - self.start, tables=found)
-        write_text(self.path, json.dumps(content, indent=1))
-
-
-class Table:
-    """Rows are printed as they are measured. x ours: time over the first row's."""
-
-    def __init__(self, report, title, columns, facts):
-        self.report, self.title, self.columns = report, title, columns
-        self.facts, self.rows = facts, []
+        """Begin a table, to which rows are added as they are measured."""
+        self.columns = columns.split()
+        self.tables.append(dict(title=title, facts=facts, rows=[]))
         tell(f"\n{title}: " + ", ".join(f"{k} {v}" for k, v in facts.items()))
-        tell(self.line("", {c: COLUMNS[c][0] for c in columns}))
+        self.print("", {c: COLUMNS[c][0] for c in self.columns})
 
-    def line(self, name, cells):
+    def add(self, name, row):
+        """x ours: time over the first row's."""
+        row, rows = dict(row, name=name), self.tables[-1]["rows"]
+        rows.append(row)
+        if row.get("ms") and rows[0].get("ms"):
+            row["ratio"] = row["ms"] / rows[0]["ms"]
+        self.print(name, {c: format(row[c], COLUMNS[c][1]) for c in self.columns
+                          if row.get(c) is not None}, row.get("note", ""))
+        if self.path is not None and parallel.rank() == 0:
+            seconds = time.time() - self.start
+            content = dict(self.about, seconds=seconds, tables=self.tables)
+            write_text(self.path, json.dumps(content, indent=1))
+
+    def print(self, name, cells, note=""):
         """cells: {column: text}, "-" where there is none"""
         texts = []
         for c in self.columns:
             heading, form = COLUMNS[c]
             digits = form.split(",")[0].split(".")[0].rstrip("sd")
             texts.append(cells.get(c, "-").rjust(max(len(heading), int(digits))))
-        return f"{name:36s}" + " ".join(texts)
-
-    def add(self, name, row):
-        row = dict(row, name=name)
-        self.rows.append(row)
-        if row.get("ms") and self.rows[0].get("ms"):
-            row["ratio"] = row["ms"] / self.rows[0]["ms"]
-        cells = {c: format(row[c], COLUMNS[c][1]) for c in self.columns
-                 if row.get(c) is not None}
-        tell(self.line(name, cells) + "  " + row.get("note", ""))
-        self.report.save()
+        tell(f"{name:36s}" + " ".join(texts) + f"  {note}")
 
 
 # the same model twice
@@ -314,7 +305,7 @@ def attn(report, nh, nkv, hs, work, repeat):
     torch.manual_seed(0)
     until = group_until(P, G, R, work.budget, nkv=nkv, device=DEVICE)
     N, T, heads = until.shape[1], P + R - 1, f"{nh}:{nkv} of {hs}"
-    table = report.table(
+    report.table(
         "attention of one group, forward + backward", columns, heads=heads, prompt=P,
         responses=f"{G} x {R}", kept=work.budget, packed_rows=N, unpacked_rows=G * T,
         timed=f"median of {repeat}; masks and sorting included")
@@ -323,20 +314,20 @@ def attn(report, nh, nkv, hs, work, repeat):
               for n in (nh, nh, nkv, nkv)]
     flops = attention_flops(until, nh, hs)
     row, want = our_attention(until, inputs, flops, repeat=repeat)
-    table.add("ours", dict(row, policies=2))
+    report.add("ours", dict(row, policies=2))
     flat = [x.transpose(0, 1)[None].contiguous() for x in inputs]  # (1, heads, N, hs)
     for name, other in packed_rivals(until, nh).items():
-        table.add(name, attempt(same_mask, name, other, flat, want, flops=flops,
+        report.add(name, attempt(same_mask, name, other, flat, want, flops=flops,
                                 repeat=repeat))
-    causal_rows(table, G, T, sizes=(nh, nkv, hs), repeat=repeat)
+    causal_rows(report, G, T, sizes=(nh, nkv, hs), repeat=repeat)
 
-    table = report.table("one causal sequence, forward + backward", columns,
-                         heads=heads, rows=P)
+    report.table("one causal sequence, forward + backward", columns, heads=heads,
+                 rows=P)
     until = torch.full((nkv, P), P, dtype=torch.int32, device=DEVICE)
     flops = attention_flops(until, nh, hs)
     row, _ = our_attention(until, [x[:P] for x in inputs], flops, repeat=repeat)
-    table.add("ours", dict(row, policies=1))
-    causal_rows(table, 1, P, sizes=(nh, nkv, hs), repeat=repeat)
+    report.add("ours", dict(row, policies=1))
+    causal_rows(report, 1, P, sizes=(nh, nkv, hs), repeat=repeat)
 
 
 def visible_pairs(until, group):
@@ -414,7 +405,7 @@ def packed_rivals(until, nh):
             "SDPA, mask as a matrix": matrix}
 
 
-def causal_rows(table, sequences, T, sizes, repeat):
+def causal_rows(report, sequences, T, sizes, repeat):
     """Add SDPA's two fast backends on plain causal sequences of T rows. sizes: nh, nkv, hs"""
     nh, nkv, hs = sizes
 
@@ -432,7 +423,7 @@ def causal_rows(table, sequences, T, sizes, repeat):
 
     for name, backend in (("FlashAttention-2", SDPBackend.FLASH_ATTENTION),
                           ("cuDNN", SDPBackend.CUDNN_ATTENTION)):
-        table.add(f"SDPA {name}, causal",
+        report.add(f"SDPA {name}, causal",
                   attempt(row, backend) if CUDA else dict(note="needs CUDA"))
 
 
@@ -441,15 +432,15 @@ def causal_rows(table, sequences, T, sizes, repeat):
 def decode(report, name, work, repeat, rivals):
     """Sampling, prompt included; a decoding step alone is the difference between R tokens and an
     eighth of R. rivals: kinds of cache"""
-    table = report.table(
+    report.table(
         "sampling", "tokens_s ms ratio step_ms share limit peak_gb first_s error",
         model=name, **work.facts,
         timed=f"median of {repeat}; step: {work.R} against {few(work)} tokens")
     prompts = drawn(name, work.B, work.P)
-    table.add("ours", our_sampling(name, work, prompts, repeat))
+    report.add("ours", our_sampling(name, work, prompts, repeat))
     release()
     for kind in rivals:
-        table.add(f"transformers, {kind} cache, dense",
+        report.add(f"transformers, {kind} cache, dense",
                   attempt(transformers_sampling, name, work, prompts, kind=kind,
                           repeat=repeat))
 
@@ -515,7 +506,7 @@ def learner(report, name, work, repeat):
     """Forward and backward pass over both policies of one group, against one policy of unpacked
     sequences."""
     P, G, R = work.P, work.G, work.R
-    table = report.table(
+    report.table(
         "learner, one prompt, forward + backward",
         "policies ms ratio share limit peak_gb first_s error", model=name, prompt=P,
         responses=f"{G} x {R}", kept=work.budget, packed_rows=P + 2 * G * (R - 1),
@@ -523,16 +514,16 @@ def learner(report, name, work, repeat):
         timed=f"median of {repeat}; peak with weights and gradients")
     model, adv = ours(name), torch.randn(1, G, device=DEVICE)
     r = made_rollout(model.config, work)
-    table.add("ours, checkpointing",
+    report.add("ours, checkpointing",
               our_learner(model, r, adv, checkpointing=True, repeat=repeat))
-    table.add("ours, all activations kept",
+    report.add("ours, all activations kept",
               attempt(our_learner, model, r, adv, checkpointing=False, repeat=repeat))
     del model
     release()
     for micro in (G, 1):
         plural = "s" if micro > 1 else ""
         row = attempt(transformers_learner, name, r, adv, micro=micro, repeat=repeat)
-        table.add(f"transformers, {micro} sequence{plural} at a time", row)
+        report.add(f"transformers, {micro} sequence{plural} at a time", row)
 
 
 def made_rollout(config, work):
@@ -622,56 +613,55 @@ def transformers_learner(name, r, adv, micro, repeat):
 # step, lora, cards, fit
 
 def step_table(report, title, columns, steps, **facts):
-    return report.table(title, columns, **facts,
-                        timed=f"median of {steps} after a first one, wall clock")
+    report.table(title, columns, **facts,
+                 timed=f"median of {steps} after a first one, wall clock")
 
 
 def step(report, name, work, steps, checkpointing):
     """A whole training step: sample, reward at random, update."""
-    table = step_table(report, "one training step",
-                       "ms ratio rollout_s learn_s peak_gb first_s", steps, model=name,
-                       **work.facts, our_checkpointing=checkpointing,
-                       TRL_checkpointing=True)
-    table.add("ours", attempt(our_step, name, work, steps, checkpointing=checkpointing))
+    step_table(report, "one training step",
+               "ms ratio rollout_s learn_s peak_gb first_s", steps, model=name,
+               **work.facts, our_checkpointing=checkpointing, TRL_checkpointing=True)
+    report.add("ours",
+               attempt(our_step, name, work, steps, checkpointing=checkpointing))
     for dtype, what in (("float32", "its default"), ("bfloat16", "no fp32 masters")):
-        table.add(f"TRL, {dtype} ({what})", attempt(trl_row, name, work, steps, dtype))
+        report.add(f"TRL, {dtype} ({what})", attempt(trl_row, name, work, steps, dtype))
 
 
 def lora(report, name, work, steps, rank):
     """A whole training step with LoRA beside all seven matrices of a layer."""
-    table = step_table(report, "one training step, LoRA",
-                       "trained ms ratio rollout_s learn_s peak_gb first_s", steps,
-                       model=name, rank=rank, **work.facts, checkpointing=True)
+    step_table(report, "one training step, LoRA",
+               "trained ms ratio rollout_s learn_s peak_gb first_s", steps, model=name,
+               rank=rank, **work.facts, checkpointing=True)
     mine = functools.partial(our_step, name, work, steps, checkpointing=True)
-    table.add("ours, LoRA", attempt(mine, lora_rank=rank))
-    table.add("TRL with peft, bfloat16",
+    report.add("ours, LoRA", attempt(mine, lora_rank=rank))
+    report.add("TRL with peft, bfloat16",
               attempt(trl_row, name, work, steps, "bfloat16", rank=rank))
-    table.add("ours, all weights", attempt(mine))
+    report.add("ours, all weights", attempt(mine))
 
 
 def cards(report, name, work, steps):
     """A whole training step on one card or, under torchrun, on several: B prompts for each, one
     update for all."""
-    table = step_table(report, "one training step, B prompts a card",
-                       "samples_s ms rollout_s learn_s peak_gb first_s", steps,
-                       model=name, cards=parallel.size(), **work.facts,
-                       checkpointing=True)
+    step_table(report, "one training step, B prompts a card",
+               "samples_s ms rollout_s learn_s peak_gb first_s", steps, model=name,
+               cards=parallel.size(), **work.facts, checkpointing=True)
     mine = functools.partial(our_step, name, work, steps, checkpointing=True)
     # a rank that went on without the others would wait for them
-    table.add("ours", mine() if parallel.size() > 1 else attempt(mine))
+    report.add("ours", mine() if parallel.size() > 1 else attempt(mine))
     release()
 
 
 def fit(report, name, work, gb, steps):
     """A training step within gb GB: settings one after the other, from those that cost no time,
     until one fits; where none does, what the last of them takes."""
-    table = step_table(report, "a step on a smaller card",
-                       "peak_gb cuda_gb ms rollout_s learn_s", steps, model=name,
-                       card=f"{gb} GB, {CONTEXT} of them for CUDA", **work.facts)
+    step_table(report, "a step on a smaller card",
+               "peak_gb cuda_gb ms rollout_s learn_s", steps, model=name,
+               card=f"{gb} GB, {CONTEXT} of them for CUDA", **work.facts)
     limit = gb - CONTEXT
-    for settings in (*FRUGAL, FRUGAL[-1]):
+    for i, settings in enumerate((*FRUGAL, FRUGAL[-1])):
         said = " ".join(f"{k}={v}" for k, v in settings.items()) or "defaults"
-        if len(table.rows) == len(FRUGAL):
+        if i == len(FRUGAL):
             limit, said = None, f"{said}, no limit"
         with capped(limit):
             row = attempt(our_step, name, work, steps,
@@ -679,7 +669,7 @@ def fit(report, name, work, gb, steps):
             if CUDA:  # what is on the card and not torch's
                 there, whole = torch.cuda.mem_get_info()
                 row["cuda_gb"] = (whole - there - torch.cuda.memory_reserved()) / 1e9
-        table.add(said, row)
+        report.add(said, row)
         if "note" not in row:
             return
 
@@ -884,7 +874,7 @@ def memory(report, name, lengths, sampled, learnt):
 
 def memory_by_length(report, name, lengths, sampled, learnt):
     """Peak of our rollout and of our learner, each alone on the card, against prompt length."""
-    table = report.table(
+    report.table(
         "peak memory against prompt length",
         "rollout_gb predicted_gb over learner_gb kv_mb", model=name,
         rollout=f"{sampled.B} x {sampled.G} x {sampled.R}",
@@ -900,7 +890,7 @@ def memory_by_length(report, name, lengths, sampled, learnt):
             row["over"] = row["rollout_gb"] / row["predicted_gb"]
         else:
             row["note"] = "peaks need CUDA"
-        table.add(f"prompt {P:,}", row)
+        report.add(f"prompt {P:,}", row)
 
 
 def rollout_memory(model, name, work):
@@ -933,7 +923,7 @@ def rollout_kv(config, work):
 
 
 def longest_prompts(report, name, sampled, learnt):
-    table = report.table(
+    report.table(
         "longest prompt that fits", "tokens peak_gb", model=name,
         rollout=f"{sampled.B} x {sampled.G} x {sampled.R}",
         learner=f"1 x {learnt.G} x {learnt.R}", kept=sampled.budget, cap=CAP,
@@ -944,12 +934,12 @@ def longest_prompts(report, name, sampled, learnt):
         attention=f"keys live {SHORT} rows at most: the same memory without quadratic "
         "time")
     if not CUDA:
-        table.add("all", dict(note="needs CUDA"))
+        report.add("all", dict(note="needs CUDA"))
         return
     from transformers import AttentionInterface
     AttentionInterface.register("short", short_attention)
     for contender, probe in probes(name, sampled, learnt).items():
-        table.add(contender, attempt(search, contender, *probe))
+        report.add(contender, attempt(search, contender, *probe))
 
 
 def search(contender, make, f, a, b):

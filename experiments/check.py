@@ -202,8 +202,8 @@ def key_norm(seeds, keynorm):
             want = norm[head].argsort().tolist()
             if got != want:
                 norms = shown(norm[head].int())
-                raise Wrong(f"KV head {head}, keys of the norms {norms}: the keys should "
-                            f"be kept in the order {want}, your scores say {got}")
+                raise Wrong(f"KV head {head}, keys of the norms {norms}: the keys "
+                            f"should be kept in the order {want}, your scores say {got}")
     kept = replayed(keynorm).kept
     if all(torch.equal(a, b) for a, b in zip(kept, replayed(EVICT["snapkv"]).kept)):
         raise Wrong("in a rollout it keeps what snapkv keeps")

@@ -1,5 +1,5 @@
 """
-The tuned attention kernels: what shadow_attn.simple_attention computes, several times as fast.
+The tuned attention kernels: what shadow_attn.simple_attention computes, made fast.
 
 The steps, each over the one before. Step 0 is the readable kernel in shadow_attn.py: a program
 takes a block of queries, walks all blocks of keys up to the diagonal, and compares two integers

@@ -69,10 +69,10 @@ def rand(*shape, dtype):
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("shape", ((1, 576), (10, 48), (5, 3, 128), (300, 20)), ids=str)
 def test_rms_norm(shape, dtype, monkeypatch):
-    monkeypatch.setattr(fused, "PROGRAMS", 3)  # so that a program sums over several blocks of rows
+    monkeypatch.setattr(fused, "PROGRAMS", 3)  # each sums over several blocks of rows
     if len(shape) == 2 and shape[0] == 300:
         assert fused.blocks(20, 300) == (2, 32)
-        if not CUDA:  # the interpreter pays per program: 19 of them, the last one ragged
+        if not CUDA:  # the interpreter pays per program: 19, the last one ragged
             monkeypatch.setattr(fused, "blocks", lambda width, rows: (16, 32))
 
     def f(x, w):
@@ -91,7 +91,8 @@ def test_rms_norm(shape, dtype, monkeypatch):
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("N, nh, nkv, hs", ((1, 9, 3, 64), (5, 12, 2, 128), (7, 4, 4, 12)))
+@pytest.mark.parametrize("N, nh, nkv, hs",
+                         ((1, 9, 3, 64), (5, 12, 2, 128), (7, 4, 4, 12)))
 def test_rotate(N, nh, nkv, hs, dtype):
     torch.manual_seed(0)
     angle = torch.rand(N, hs // 2, device=DEVICE) * 100
