@@ -39,9 +39,10 @@ from dataclasses import dataclass
 
 import torch
 
+from fast.attention import make_plans
 from fast.head import head_rows
 from fast.launch import widen
-from shadow_attn import prepare_layers, shadow_attention
+from shadow_attn import shadow_attention
 
 NORMS = ("sequence", "token", "constant")
 CORRECTIONS = ("tis", "mis", "sparse_rl")
@@ -195,10 +196,10 @@ def replay(model, rollout, policies=("dense", "shadow"), distill_to=None, stats=
     targets = rollout.tokens[mask]                              # (n,)
     # one preparation for all layers saves thousands of small launches; of very long rows its lists
     # would be large
-    L, nkv, N = packed.until.shape
-    plans = [None] * L
-    if packed.until.is_cuda and L * nkv * N ** 2 < 2**39:
-        plans = prepare_layers(packed.until, torch.is_grad_enabled())
+    n_layer, nkv, rows = packed.until.shape
+    plans = [None] * n_layer
+    if packed.until.is_cuda and n_layer * nkv * rows ** 2 < 2**39:
+        plans = make_plans(packed.until, torch.is_grad_enabled())
 
     def attend(layer, q, k, v):  # here the Shadow Mask enters the learner
         return shadow_attention(q, k, v, packed.until[layer], plan=plans[layer])

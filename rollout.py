@@ -17,11 +17,12 @@ from itertools import groupby
 
 import torch
 
+from fast.attention import make_plan
 from fast.launch import kernels
 from fast.record import record
 from fast.sampling import sample_triton
 from kvcache import Eviction, KVCache, NotFinite
-from shadow_attn import prepare, shadow_attention
+from shadow_attn import shadow_attention
 from support.rollouts import check_log, check_model, check_request
 
 
@@ -168,7 +169,7 @@ def prefill_row(model, cache, prompts, first):
     until = until.expand(model.config.n_kv_head, -1).contiguous()  # (nkv, N)
     plan = None
     if until.is_cuda:  # once for all layers
-        plan = prepare(until, backward=False)
+        plan = make_plan(until, backward=False)
     ids = torch.tensor([token for prompt in prompts for token in prompt], device=device)
     pos = torch.cat([torch.arange(size, device=device) for size in sizes])  # (N,)
 

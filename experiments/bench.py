@@ -1,6 +1,6 @@
 """
-How fast this code is and how much memory it takes, beside what a user would otherwise run,
-on the card it stands on.
+How fast this code is and how much memory it takes, beside what a user would otherwise run, on the
+card it stands on.
 
     python -m experiments.bench attn     # the kernel: FlashAttention-2, cuDNN, FlexAttention, SDPA
     python -m experiments.bench decode   # sampling: transformers' generate, dynamic, static cache
@@ -14,16 +14,16 @@ on the card it stands on.
     python -m experiments.bench all      # --quick: tiny shapes (all that a CPU is good for),
                                          # --out=FOLDER instead of out-bench
 
-The idea. A ratio needs the same work on both sides and a time needs a ceiling. Models have
-the shape of a named checkpoint and random weights; for decode and learner the same on both
-sides, their fp32 logits compared before anything is timed; attentions under one mask are
-compared in output and gradients. "of limit" is the share that the useful bytes or
-floating-point operations make of what a plain copy of a large tensor or one large bf16
-matrix product reaches in the same process. Rivals that score one policy say so.
+The idea. A ratio needs the same work on both sides and a time needs a ceiling. Models have the
+shape of a named checkpoint and random weights; for decode and learner the same on both sides, their
+fp32 logits compared before anything is timed; attentions under one mask are compared in output and
+gradients. "of limit" is the share that the useful bytes or floating-point operations make of what a
+plain copy of a large tensor or one large bf16 matrix product reaches in the same process. Rivals
+that score one policy say so.
 
-Each part prints its tables and writes out-bench/bench-PART-CARD.json, which holds every
-number it printed. Left out: several cards of a rival, serving engines (a trainer must load its
-new weights into them at every step), quality of what is learned.
+Each part prints its tables and writes out-bench/bench-PART-CARD.json, which holds every number it
+printed. Left out: several cards of a rival, serving engines (a trainer must load its new weights
+into them at every step), quality of what is learned.
 """
 import functools
 import json
@@ -45,10 +45,11 @@ from torch.nn.attention import flex_attention as flex
 import grpo
 import rollout as sampler
 import train
+from experiments.attention import CUDA, DEVICE, allocated, clock, group_until, run, sync
 from kvcache import Eviction
 from model import Config, Transformer
 from run.learn import score
-from shadow_attn import group_until, run, shadow_attention
+from shadow_attn import shadow_attention
 from support import parallel
 from support.configurator import Arguments, make_folder
 from support.lora import LoRA, targets_of
@@ -63,17 +64,16 @@ warnings.filterwarnings("ignore", message=".*gradient_checkpointing_enable.*",
 # on purpose, on a CPU
 warnings.filterwarnings("ignore", message="flex_attention called without torch.compile",
                         category=UserWarning)
-CUDA = torch.cuda.is_available()
-DEVICE, DTYPE = ("cuda", torch.bfloat16) if CUDA else ("cpu", torch.float32)
+DTYPE = torch.bfloat16 if CUDA else torch.float32
 WINDOW, SINKS = 32, 4  # Eviction's defaults
 CAP = 1_000_000        # longest prompt tried, in tokens
-SHORT = 2048           # rows a key lives where only memory is measured: no quadratic time
+SHORT = 2048           # rows a key lives where only memory is measured
+CONTEXT = 0.8          # GB of a card that CUDA itself should take; cuda_gb: it took
 
 
 @dataclass(frozen=True)
 class Work:
-    """B prompts of P tokens, G samples of R new tokens for each; `budget` prompt keys are
-    kept."""
+    """B prompts of P tokens, G samples of R new tokens for each; `budget` prompt keys are kept."""
     B: int
     P: int
     G: int
@@ -84,92 +84,47 @@ class Work:
     def eviction(self):
         return Eviction("snapkv", budget=self.budget, window=WINDOW, sinks=SINKS)
 
-
-def shape(model_type, hidden, layers, heads, kv_heads, head, mlp, vocab, theta, tied=True):
-    """config.json of a model; long contexts are allowed, as RoPE needs no table."""
-    return dict(model_type=model_type, hidden_size=hidden, num_hidden_layers=layers,
-                num_attention_heads=heads, num_key_value_heads=kv_heads, head_dim=head,
-                intermediate_size=mlp, vocab_size=vocab, rms_norm_eps=1e-6,
-                max_position_embeddings=1 << 20, tie_word_embeddings=tied, bos_token_id=None,
-                eos_token_id=None, rope_parameters=dict(rope_type="default", rope_theta=theta))
+    @property
+    def facts(self):
+        return dict(prompts=f"{self.B} x {self.G}", prompt=self.P, new_tokens=self.R,
+                    kept=self.budget)
 
 
-SHAPES = {
-    "smollm2-135m": shape("llama", hidden=576, layers=30, heads=9, kv_heads=3, head=64, mlp=1536,
-                          vocab=49152, theta=1e5),
-    "qwen2.5-0.5b": shape("qwen2", hidden=896, layers=24, heads=14, kv_heads=2, head=64, mlp=4864,
-                          vocab=151936, theta=1e6),
-    "qwen2.5-1.5b": shape("qwen2", hidden=1536, layers=28, heads=12, kv_heads=2, head=128,
-                          mlp=8960, vocab=151936, theta=1e6),
-    "qwen2.5-7b": shape("qwen2", hidden=3584, layers=28, heads=28, kv_heads=4, head=128, mlp=18944,
-                        vocab=152064, theta=1e6, tied=False),
-    "tiny": shape("qwen2", hidden=32, layers=2, heads=4, kv_heads=2, head=8, mlp=64, vocab=128,
-                  theta=1e4),
+SHAPES = {  # values of SIZES
+    "smollm2-135m": ("llama", 576, 30, 9, 3, 64, 1536, 49152, 1e5, True),
+    "qwen2.5-0.5b": ("qwen2", 896, 24, 14, 2, 64, 4864, 151936, 1e6, True),
+    "qwen2.5-1.5b": ("qwen2", 1536, 28, 12, 2, 128, 8960, 151936, 1e6, True),
+    "qwen2.5-7b": ("qwen2", 3584, 28, 28, 4, 128, 18944, 152064, 1e6, False),
+    "tiny": ("qwen2", 32, 2, 4, 2, 8, 64, 128, 1e4, True),
 }
+SIZES = ("model_type", "hidden_size", "num_hidden_layers", "num_attention_heads",
+         "num_key_value_heads", "head_dim", "intermediate_size", "vocab_size",
+         "rope_theta", "tie_word_embeddings")
+
+
+def raw_config(name):
+    """config.json of a shape; long contexts are allowed, as RoPE needs no table."""
+    raw = dict(zip(SIZES, SHAPES[name], strict=True))
+    rope = dict(rope_type="default", rope_theta=raw.pop("rope_theta"))
+    return dict(raw, rms_norm_eps=1e-6, max_position_embeddings=1 << 20,
+                bos_token_id=None, eos_token_id=None, rope_parameters=rope)
 
 
 def config_of(name):
-    return Config.from_dict(SHAPES[name])
+    return Config.from_dict(raw_config(name))
 
 
 # measuring
 
-def sync():
-    if CUDA:
-        torch.cuda.synchronize()
-
-
-def allocated():
-    """GB at the peak since the last reset; None on a CPU."""
-    return torch.cuda.max_memory_allocated() / 1e9 if CUDA else None
-
-
 def peak_gb(f):
-    """Largest number of bytes allocated while f() runs, in GB, what was there before
-    included; None on a CPU."""
+    """Largest number of bytes allocated while f() runs, in GB, what was there before included; None
+    on a CPU."""
     release()
     if CUDA:
         torch.cuda.reset_peak_memory_stats()
     f()
     sync()
     return allocated()
-
-
-def clock(f, repeat=5, warm=1):
-    """Time f(): the first call apart (it compiles), `warm` more calls, then the median of
-    `repeat`. -> first_s, ms, times_ms, peak_gb"""
-    start = time.perf_counter()
-    f()
-    sync()
-    first = time.perf_counter() - start
-    for _ in range(warm):
-        f()
-    sync()
-    if CUDA:
-        torch.cuda.reset_peak_memory_stats()
-    times = card_times(f, repeat) if CUDA else host_times(f, repeat)
-    return dict(first_s=first, ms=statistics.median(times), times_ms=times, peak_gb=allocated())
-
-
-def card_times(f, repeat):
-    """Milliseconds of each call by events, with no wait between calls: what a call does on
-    the host hides behind the card's work, as in a model."""
-    marks = [torch.cuda.Event(enable_timing=True) for _ in range(repeat + 1)]
-    marks[0].record()
-    for mark in marks[1:]:
-        f()
-        mark.record()
-    sync()
-    return [a.elapsed_time(b) for a, b in zip(marks, marks[1:])]
-
-
-def host_times(f, repeat):
-    times = []
-    for _ in range(repeat):
-        start = time.perf_counter()
-        f()
-        times.append(1e3 * (time.perf_counter() - start))
-    return times
 
 
 @functools.cache
@@ -180,39 +135,38 @@ def ceilings():
     x = torch.zeros(size, dtype=torch.uint8, device=DEVICE)
     y = torch.empty_like(x)
     copy = clock(lambda: y.copy_(x), 20)["ms"]
-    a = torch.randn(n, n, device=DEVICE).bfloat16()
-    b = torch.randn(n, n, device=DEVICE).bfloat16()
+    a, b = (torch.randn(n, n, device=DEVICE).bfloat16() for _ in range(2))
     product = clock(lambda: a @ b, 20)["ms"]
     return dict(copy_gb_s=2 * size / copy / 1e6, matmul_tflops=2 * n**3 / product / 1e9)
 
 
 def share(row, flops=0, nbytes=0, ms="ms"):
     """Add what the useful work makes of the ceiling that limits it."""
+    work, limit, top = nbytes, "copy", ceilings()["copy_gb_s"] * 1e6
     if flops:
         work, limit, top = flops, "matmul", ceilings()["matmul_tflops"] * 1e9
-    else:
-        work, limit, top = nbytes, "copy", ceilings()["copy_gb_s"] * 1e6
     return dict(row, share=work / row[ms] / top, limit=limit, work=work)
 
 
 def attempt(f, *args, **kwargs):
-    """f(...), or a note that says what went wrong: a contender that cannot run must not
-    stop the others. Disagreement does."""
+    """f(...), or a note that says what went wrong: a contender that cannot run must not stop the
+    others. Disagreement does. What it held is free afterwards."""
     try:
-        return f(*args, **kwargs)
+        found = f(*args, **kwargs)
     except AssertionError:
         raise
     except Exception as e:
         note = " ".join(f"{type(e).__name__}: {e}".split())
         if ran_out(e):
             note = "out of memory"
-    release()  # only here, where the traceback no longer holds the tensors
-    return dict(note=note[:160])
+        found = dict(note=note[:160])
+    release()  # only here, where no traceback holds the tensors
+    return found
 
 
 def check_same(what, a, b, bound):
-    """Relative difference |a - b| / |b|; raises AssertionError above bound, NaN included.
-    -> the difference"""
+    """Relative difference |a - b| / |b|; raises AssertionError above bound, NaN included. -> the
+    difference"""
     error = ((a.float() - b.float()).norm() / b.float().norm()).item()
     if not error < bound:
         raise AssertionError(f"{what}: relative difference {error:.1e}, "
@@ -223,13 +177,15 @@ def check_same(what, a, b, bound):
 # column -> heading, format
 COLUMNS = dict(
     policies=("policies", "8d"), ms=("ms", "11,.2f"), tokens_s=("tokens/s", "11,.0f"),
-    ratio=("x ours", "8.2f"), step_ms=("ms/step", "9.2f"), rollout_s=("rollout s", "9.3f"),
-    trained=("trained M", "9.2f"), learn_s=("learn s", "9.3f"), samples_s=("samples/s", "9.2f"),
+    ratio=("x ours", "8.2f"), step_ms=("ms/step", "9.2f"),
+    trained=("trained M", "9.2f"), rollout_s=("rollout s", "9.3f"),
+    learn_s=("learn s", "9.3f"), samples_s=("samples/s", "9.2f"),
     share=("of limit", "8.1%"), limit=("limit", "7s"),
     rollout_gb=("rollout GB", "10.3f"), predicted_gb=("predicted", "10.3f"),
-    over=("ratio", "7.2f"), learner_gb=("learner GB", "10.3f"), kv_mb=("kept KV MB", "12,.3f"),
-    tokens=("tokens", "10,d"), peak_gb=("peak GB", "8.2f"), first_s=("first s", "8.2f"),
-    error=("differs", "8.1e"), cuda_gb=("CUDA GB", "8.2f"))
+    over=("ratio", "7.2f"), learner_gb=("learner GB", "10.3f"),
+    kv_mb=("kept KV MB", "12,.3f"), tokens=("tokens", "10,d"),
+    peak_gb=("peak GB", "8.2f"), first_s=("first s", "8.2f"), error=("differs", "8.1e"),
+    cuda_gb=("CUDA GB", "8.2f"))
 
 
 class Report:
@@ -237,49 +193,37 @@ class Report:
     stopped leaves what it has measured. about: what stands beside the tables in the file."""
 
     def __init__(self, path=None, **about):
-        self.path, self.about, self.tables, self.start = path, about, [], time.time()
+        self.path, self.about, self.tables = path, about, []
+        self.start = time.time()
 
     def table(self, title, columns, **facts):
-        self.tables.append(Table(self, title, columns.split(), facts))
-        return self.tables[-1]
-
-    def save(self):
-        if self.path is None or parallel.rank():
-            return
-        found = [dict(title=t.title, facts=t.facts, rows=t.rows) for t in self.tables]
-        content = dict(self.about, seconds=time.time() - self.start, tables=found)
-        write_text(self.path, json.dumps(content, indent=1))
-
-
-class Table:
-    """Rows are printed as they are measured. x ours: time over the first row's."""
-
-    def __init__(self, report, title, columns, facts):
-        self.report, self.title, self.columns, self.facts = report, title, columns, facts
-        self.rows = []
+        """Begin a table, to which rows are added as they are measured."""
+        self.columns = columns.split()
+        self.tables.append(dict(title=title, facts=facts, rows=[]))
         tell(f"\n{title}: " + ", ".join(f"{k} {v}" for k, v in facts.items()))
-        headings = [COLUMNS[c][0].rjust(width(c)) for c in columns]
-        tell(f"{'':36s}" + " ".join(headings))
+        self.print("", {c: COLUMNS[c][0] for c in self.columns})
 
     def add(self, name, row):
-        row = dict(row, name=name)
-        self.rows.append(row)
-        if row.get("ms") and self.rows[0].get("ms"):
-            row["ratio"] = row["ms"] / self.rows[0]["ms"]
-        cells = []
+        """x ours: time over the first row's."""
+        row, rows = dict(row, name=name), self.tables[-1]["rows"]
+        rows.append(row)
+        if row.get("ms") and rows[0].get("ms"):
+            row["ratio"] = row["ms"] / rows[0]["ms"]
+        self.print(name, {c: format(row[c], COLUMNS[c][1]) for c in self.columns
+                          if row.get(c) is not None}, row.get("note", ""))
+        if self.path is not None and parallel.rank() == 0:
+            seconds = time.time() - self.start
+            content = dict(self.about, seconds=seconds, tables=self.tables)
+            write_text(self.path, json.dumps(content, indent=1))
+
+    def print(self, name, cells, note=""):
+        """cells: {column: text}, "-" where there is none"""
+        texts = []
         for c in self.columns:
-            cell = "-"
-            if row.get(c) is not None:
-                cell = format(row[c], COLUMNS[c][1])
-            cells.append(cell.rjust(width(c)))
-        tell(f"{name:36s}" + " ".join(cells) + "  " + row.get("note", ""))
-        self.report.save()
-
-
-def width(column):
-    heading, form = COLUMNS[column]
-    digits = form.split(",")[0].split(".")[0].rstrip("sd")
-    return max(len(heading), int(digits))
+            heading, form = COLUMNS[c]
+            digits = form.split(",")[0].split(".")[0].rstrip("sd")
+            texts.append(cells.get(c, "-").rjust(max(len(heading), int(digits))))
+        tell(f"{name:36s}" + " ".join(texts) + f"  {note}")
 
 
 # the same model twice
@@ -304,9 +248,10 @@ def ours(name, dtype=DTYPE):
 def by_transformers(mine, name, attention, dtype):
     """transformers' model of a named shape with the weights of `mine`."""
     from transformers import AutoConfig, AutoModelForCausalLM
-    config = AutoConfig.for_model(**SHAPES[name])
+    config = AutoConfig.for_model(**raw_config(name))
     with torch.device(DEVICE):
-        model = AutoModelForCausalLM.from_config(config, attn_implementation=attention, dtype=dtype)
+        model = AutoModelForCausalLM.from_config(config, attn_implementation=attention,
+                                                 dtype=dtype)
     theirs = model.state_dict()
     with torch.no_grad():
         for key, x in mine.tensors().items():
@@ -318,8 +263,8 @@ def rival(name, attention="sdpa"):
     """The same model by transformers, the same weights.
     -> model, relative difference of its logits from ours
 
-    They are compared in fp32, where nothing but a difference of the models is left: in bf16
-    28 layers drift 3e-2 apart."""
+    They are compared in fp32, where nothing but a difference of the models is left: in bf16 28
+    layers drift 3e-2 apart."""
     mine = ours(name, torch.float32)
     n = 64
     until = torch.full((mine.config.n_kv_head, n), n, dtype=torch.int32, device=DEVICE)
@@ -329,10 +274,11 @@ def rival(name, attention="sdpa"):
 
     with torch.no_grad():
         ids = torch.randint(mine.config.vocab_size, (n,), device=DEVICE)
-        logits = mine.logits(mine(ids, torch.arange(n, device=DEVICE), attend))    # (n, V)
+        pos = torch.arange(n, device=DEVICE)
+        logits = mine.logits(mine(ids, pos, attend))            # (n, V)
         theirs = by_transformers(mine, name, "sdpa", torch.float32)
-        error = check_same("logits of the two models", theirs(input_ids=ids[None]).logits[0],
-                           logits, 1e-4)
+        error = check_same("logits of the two models",
+                           theirs(input_ids=ids[None]).logits[0], logits, 1e-4)
     del mine, theirs
     release()
     return by_transformers(ours(name), name, attention, DTYPE), error
@@ -348,42 +294,42 @@ def training_rival(name, attention="sdpa"):
 def drawn(name, B, P):
     """B prompts of P random tokens."""
     rng = torch.Generator().manual_seed(1)
-    return torch.randint(SHAPES[name]["vocab_size"], (B, P), generator=rng).tolist()
+    return torch.randint(config_of(name).vocab_size, (B, P), generator=rng).tolist()
 
 
 # attn
 
-ATTN = "policies ms ratio share limit peak_gb first_s error"
-
-
 def attn(report, nh, nkv, hs, work, repeat):
     """Forward and backward pass of one layer's attention over one group, then over one causal
-    sequence. All flops: 14 per visible (query head, query, key) and channel."""
+    sequence."""
     P, G, R = work.P, work.G, work.R
+    columns = "policies ms ratio share limit peak_gb first_s error"
     torch.manual_seed(0)
     until = group_until(P, G, R, work.budget, nkv=nkv, device=DEVICE)
     N, T, heads = until.shape[1], P + R - 1, f"{nh}:{nkv} of {hs}"
-    table = report.table("attention of one group, forward + backward", ATTN, heads=heads, prompt=P,
-                         responses=f"{G} x {R}", kept=work.budget, packed_rows=N,
-                         unpacked_rows=G * T,
-                         timed=f"median of {repeat}; masks and sorting included")
+    report.table(
+        "attention of one group, forward + backward", columns, heads=heads, prompt=P,
+        responses=f"{G} x {R}", kept=work.budget, packed_rows=N, unpacked_rows=G * T,
+        timed=f"median of {repeat}; masks and sorting included")
     # grad, q, k, v
-    x = [torch.randn(N, n, hs, device=DEVICE, dtype=DTYPE) for n in (nh, nh, nkv, nkv)]
-    flops = 14 * hs * visible_pairs(until, nh // nkv)
-    row, want = our_attention(until, x, flops, repeat=repeat)
-    table.add("ours", dict(row, policies=2))
-    flat = [a.transpose(0, 1)[None].contiguous() for a in x]                       # (1, h, N, hs)
+    inputs = [torch.randn(N, n, hs, device=DEVICE, dtype=DTYPE)
+              for n in (nh, nh, nkv, nkv)]
+    flops = attention_flops(until, nh, hs)
+    row, want = our_attention(until, inputs, flops, repeat=repeat)
+    report.add("ours", dict(row, policies=2))
+    flat = [x.transpose(0, 1)[None].contiguous() for x in inputs]  # (1, heads, N, hs)
     for name, other in packed_rivals(until, nh).items():
-        table.add(name, attempt(same_mask, name, other, flat, want, flops=flops, repeat=repeat))
-        release()
-    causal_rows(table, G, T, sizes=(nh, nkv, hs), repeat=repeat)
+        report.add(name, attempt(same_mask, name, other, flat, want, flops=flops,
+                                repeat=repeat))
+    causal_rows(report, G, T, sizes=(nh, nkv, hs), repeat=repeat)
 
-    table = report.table("one causal sequence, forward + backward", ATTN, heads=heads, rows=P)
+    report.table("one causal sequence, forward + backward", columns, heads=heads,
+                 rows=P)
     until = torch.full((nkv, P), P, dtype=torch.int32, device=DEVICE)
-    flops = 14 * hs * visible_pairs(until, nh // nkv)
-    row, _ = our_attention(until, [a[:P] for a in x], flops, repeat=repeat)
-    table.add("ours", dict(row, policies=1))
-    causal_rows(table, 1, P, sizes=(nh, nkv, hs), repeat=repeat)
+    flops = attention_flops(until, nh, hs)
+    row, _ = our_attention(until, [x[:P] for x in inputs], flops, repeat=repeat)
+    report.add("ours", dict(row, policies=1))
+    causal_rows(report, 1, P, sizes=(nh, nkv, hs), repeat=repeat)
 
 
 def visible_pairs(until, group):
@@ -392,13 +338,18 @@ def visible_pairs(until, group):
     return group * (until - row).clamp(min=0).sum().item()
 
 
-def our_attention(until, x, flops, repeat):
+def attention_flops(until, nh, hs):
+    """Forward and backward: 14 per visible (query head, query, key) and channel."""
+    return 14 * hs * visible_pairs(until, nh // len(until))
+
+
+def our_attention(until, inputs, flops, repeat):
     """-> row, [out, dq, dk, dv]"""
     def attend(q, k, v):
         return shadow_attention(q, k, v, until)
 
-    row = share(clock(lambda: run(attend, *x), repeat), flops)
-    return row, run(attend, *x)
+    row = clock(lambda: run(attend, *inputs), repeat)
+    return share(row, flops), run(attend, *inputs)
 
 
 def same_mask(name, attend, flat, want, flops, repeat):
@@ -418,8 +369,8 @@ def same_mask(name, attend, flat, want, flops, repeat):
 
 
 def packed_rivals(until, nh):
-    """name -> attention of q (1, nh, N, hs), k, v (1, nkv, N, hs) under until. Each layer
-    has its own mask, so making it counts."""
+    """name -> attention of q (1, nh, N, hs), k, v (1, nkv, N, hs) under until. Each layer has its
+    own mask, so making it counts."""
     group, N = nh // len(until), until.shape[1]
     row = torch.arange(N, device=DEVICE)
     attention = flex.flex_attention
@@ -445,55 +396,55 @@ def packed_rivals(until, nh):
     def matrix(q, k, v):
         # the memory-efficient backend knows no groups of heads: keys, values and mask are
         # repeated
-        visible = (row <= row[:, None]) & (row[:, None] < until[:, None])          # (nkv, N, N)
-        visible = visible.repeat_interleave(group, 0)[None]                        # (1, nh, N, N)
+        seen = (row <= row[:, None]) & (row[:, None] < until[:, None])  # (nkv, N, N)
+        seen = seen.repeat_interleave(group, 0)[None]           # (1, nh, N, N)
         k, v = k.repeat_interleave(group, 1), v.repeat_interleave(group, 1)
         with sdpa_kernel([SDPBackend.EFFICIENT_ATTENTION if CUDA else SDPBackend.MATH]):
-            return F.scaled_dot_product_attention(q, k, v, attn_mask=visible)
+            return F.scaled_dot_product_attention(q, k, v, attn_mask=seen)
 
     return {"FlexAttention, mask made before": mask_before,
-            "FlexAttention, mask included": mask_included, "SDPA, mask as a matrix": matrix}
+            "FlexAttention, mask included": mask_included,
+            "SDPA, mask as a matrix": matrix}
 
 
-def causal_rows(table, sequences, T, sizes, repeat):
+def causal_rows(report, sequences, T, sizes, repeat):
     """Add SDPA's two fast backends on plain causal sequences of T rows. sizes: nh, nkv, hs"""
-    for name, backend in (("SDPA FlashAttention-2", SDPBackend.FLASH_ATTENTION),
-                          ("SDPA cuDNN", SDPBackend.CUDNN_ATTENTION)):
-        row = dict(note="needs CUDA")
-        if CUDA:
-            row = attempt(causal_row, backend, sequences, T, sizes=sizes, repeat=repeat)
-        table.add(f"{name}, causal", row)
-
-
-def causal_row(backend, sequences, T, sizes, repeat):
     nh, nkv, hs = sizes
-    x = [torch.randn(sequences, n, T, hs, device=DEVICE, dtype=DTYPE) for n in (nh, nh, nkv, nkv)]
 
-    def attend(q, k, v):
-        with sdpa_kernel([backend]):  # raises where the default would fall back
-            return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+    def row(backend):
+        inputs = [torch.randn(sequences, n, T, hs, device=DEVICE, dtype=DTYPE)
+                  for n in (nh, nh, nkv, nkv)]
 
-    row = dict(clock(lambda: run(attend, *x), repeat), policies=1)
-    return share(row, 14 * hs * nh * sequences * T * (T + 1) // 2)
+        def attend(q, k, v):
+            with sdpa_kernel([backend]):  # raises where the default would fall back
+                return F.scaled_dot_product_attention(q, k, v, is_causal=True,
+                                                      enable_gqa=True)
+
+        return share(dict(clock(lambda: run(attend, *inputs), repeat), policies=1),
+                     14 * hs * nh * sequences * T * (T + 1) // 2)
+
+    for name, backend in (("FlashAttention-2", SDPBackend.FLASH_ATTENTION),
+                          ("cuDNN", SDPBackend.CUDNN_ATTENTION)):
+        report.add(f"SDPA {name}, causal",
+                  attempt(row, backend) if CUDA else dict(note="needs CUDA"))
 
 
 # decode
 
 def decode(report, name, work, repeat, rivals):
-    """Sampling, prompt included; a decoding step alone is the difference between R tokens
-    and an eighth of R. rivals: kinds of cache"""
-    B, P, G = work.B, work.P, work.G
-    table = report.table("sampling", "tokens_s ms ratio step_ms share limit peak_gb first_s error",
-                         model=name, prompts=f"{B} x {G}", prompt=P, new_tokens=work.R,
-                         kept=work.budget,
-                         timed=f"median of {repeat}; step: {work.R} against {few(work)} tokens")
-    prompts = drawn(name, B, P)
-    table.add("ours", our_sampling(name, work, prompts, repeat))
+    """Sampling, prompt included; a decoding step alone is the difference between R tokens and an
+    eighth of R. rivals: kinds of cache"""
+    report.table(
+        "sampling", "tokens_s ms ratio step_ms share limit peak_gb first_s error",
+        model=name, **work.facts,
+        timed=f"median of {repeat}; step: {work.R} against {few(work)} tokens")
+    prompts = drawn(name, work.B, work.P)
+    report.add("ours", our_sampling(name, work, prompts, repeat))
     release()
     for kind in rivals:
-        table.add(f"transformers, {kind} cache, dense",
-                  attempt(transformers_sampling, name, work, prompts, kind=kind, repeat=repeat))
-        release()
+        report.add(f"transformers, {kind} cache, dense",
+                  attempt(transformers_sampling, name, work, prompts, kind=kind,
+                          repeat=repeat))
 
 
 def few(work):
@@ -505,19 +456,21 @@ def timed_sampling(f, name, work, prompt_keys, repeat):
     S, R, n = work.B * work.G, work.R, few(work)
     row = clock(lambda: f(R), repeat, warm=0)
     row["ms_few"] = clock(lambda: f(n), repeat, warm=0)["ms"]
-    row.update(tokens_s=1e3 * S * R / row["ms"], step_ms=(row["ms"] - row["ms_few"]) / (R - n))
+    row.update(tokens_s=1e3 * S * R / row["ms"],
+               step_ms=(row["ms"] - row["ms_few"]) / (R - n))
     nbytes = step_bytes(name, prompt_keys, S, keys=(n + R - 1) / 2)
     return share(row, nbytes=nbytes, ms="step_ms")
 
 
 def step_bytes(name, prompt_keys, S, keys):
-    """Bytes that one decoding step must read: every weight once (of a tied table, as the
-    head), prompt keys, response keys."""
+    """Bytes that one decoding step must read: every weight once (of a tied table, as the head),
+    prompt keys, response keys."""
     c = config_of(name)
     with torch.device("meta"):
         weights = sum(p.numel() for key, p in Transformer(c).named_parameters()
                       if c.tied or "embed_tokens" not in key)
-    return weights * DTYPE.itemsize + (prompt_keys + S * keys) * c.kv_bytes_per_token(DTYPE)
+    return (weights * DTYPE.itemsize
+            + (prompt_keys + S * keys) * c.kv_bytes_per_token(DTYPE))
 
 
 def our_sampling(name, work, prompts, repeat):
@@ -526,20 +479,21 @@ def our_sampling(name, work, prompts, repeat):
     def generate(n):
         sampler.generate(model, prompts, work.G, n, eviction=work.eviction)
 
-    return timed_sampling(generate, name, work, prompt_keys=work.B * min(work.P, work.budget),
-                          repeat=repeat)
+    return timed_sampling(generate, name, work, repeat=repeat,
+                          prompt_keys=work.B * min(work.P, work.budget))
 
 
 def transformers_sampling(name, work, prompts, kind, repeat):
     model, error = rival(name)
     S = work.B * work.G
-    ids = torch.tensor(prompts, device=DEVICE).repeat_interleave(work.G, 0)        # (S, P)
+    ids = torch.tensor(prompts, device=DEVICE).repeat_interleave(work.G, 0)  # (S, P)
     cache = {"dynamic": {}, "static": dict(cache_implementation="static")}[kind]
 
     def generate(n):
-        out = model.generate(ids, attention_mask=torch.ones_like(ids), do_sample=True, top_k=0,
-                             temperature=1.0, max_new_tokens=n, min_new_tokens=n, pad_token_id=0,
-                             **cache)
+        out = model.generate(
+            ids, attention_mask=torch.ones_like(ids), do_sample=True, top_k=0,
+            temperature=1.0, max_new_tokens=n, min_new_tokens=n, pad_token_id=0,
+            **cache)
         if out.shape != (S, work.P + n):
             raise AssertionError(f"transformers made {tuple(out.shape)} tokens of "
                                  f"{(S, work.P + n)} asked for")
@@ -551,36 +505,37 @@ def transformers_sampling(name, work, prompts, kind, repeat):
 # learner
 
 def learner(report, name, work, repeat):
-    """Forward and backward pass over both policies of one group, against one policy of
-    unpacked sequences."""
+    """Forward and backward pass over both policies of one group, against one policy of unpacked
+    sequences."""
     P, G, R = work.P, work.G, work.R
-    table = report.table("learner, one prompt, forward + backward",
-                         "policies ms ratio share limit peak_gb first_s error", model=name,
-                         prompt=P, responses=f"{G} x {R}", kept=work.budget,
-                         packed_rows=P + 2 * G * (R - 1), unpacked_rows=G * (P + R - 1),
-                         timed=f"median of {repeat}; peak with weights and gradients")
+    report.table(
+        "learner, one prompt, forward + backward",
+        "policies ms ratio share limit peak_gb first_s error", model=name, prompt=P,
+        responses=f"{G} x {R}", kept=work.budget, packed_rows=P + 2 * G * (R - 1),
+        unpacked_rows=G * (P + R - 1),
+        timed=f"median of {repeat}; peak with weights and gradients")
     model, adv = ours(name), torch.randn(1, G, device=DEVICE)
     r = made_rollout(model.config, work)
-    table.add("ours, checkpointing", our_learner(model, r, adv, checkpointing=True, repeat=repeat))
-    table.add("ours, all activations kept",
+    report.add("ours, checkpointing",
+              our_learner(model, r, adv, checkpointing=True, repeat=repeat))
+    report.add("ours, all activations kept",
               attempt(our_learner, model, r, adv, checkpointing=False, repeat=repeat))
     del model
     release()
     for micro in (G, 1):
         plural = "s" if micro > 1 else ""
-        table.add(f"transformers, {micro} sequence{plural} at a time",
-                  attempt(transformers_learner, name, r, adv, micro=micro, repeat=repeat))
-        release()
+        row = attempt(transformers_learner, name, r, adv, micro=micro, repeat=repeat)
+        report.add(f"transformers, {micro} sequence{plural} at a time", row)
 
 
 def made_rollout(config, work):
-    """What a rollout of one prompt leaves, at random: sinks, window and random other keys
-    stay."""
+    """What a rollout of one prompt leaves, at random: sinks, window and random other keys stay."""
     L, nkv, P, G, R = config.n_layer, config.n_kv_head, work.P, work.G, work.R
     torch.manual_seed(0)
     score = torch.rand(L, nkv, P, device=DEVICE)
-    score[:, :, :SINKS] = score[:, :, P - WINDOW:] = 2
-    kept = score.topk(min(P, work.budget)).indices.sort(-1).values                 # (L, nkv, K)
+    score[:, :, :SINKS] = 2
+    score[:, :, P - WINDOW:] = 2
+    kept = score.topk(min(P, work.budget)).indices.sort(-1).values  # (L, nkv, K)
     return sampler.Rollout(
         prompts=torch.randint(config.vocab_size, (1, P)).tolist(),
         tokens=torch.randint(config.vocab_size, (1, G, R), device=DEVICE),
@@ -603,7 +558,7 @@ def our_pass(model, r, adv, checkpointing):
 
 def our_learner(model, r, adv, checkpointing, repeat):
     c, (_, G, R) = model.config, r.tokens.shape
-    until = grpo.pack(r).until                                                     # (L, nkv, N)
+    until = grpo.pack(r).until                                  # (L, nkv, N)
     row = clock(lambda: our_pass(model, r, adv, checkpointing), repeat, warm=0)
     pairs = visible_pairs(until, c.n_head // c.n_kv_head)
     flops = learner_flops(model, rows=until.shape[2], pairs=pairs, head_rows=2 * G * R,
@@ -622,18 +577,18 @@ def learner_flops(model, rows, pairs, head_rows, again, head_passes):
 
 
 def their_pass(model, r, adv, micro, only=None):
-    """Forward and backward pass over one policy, `micro` unpacked sequences at a time (the
-    first `only` of them)."""
+    """Forward and backward pass over one policy, `micro` unpacked sequences at a time (the first
+    `only` of them)."""
     (_, G, R), P, scale = r.tokens.shape, len(r.prompts[0]), grpo.token_scale(r.mask)
     prompt = torch.tensor(r.prompts, device=DEVICE).expand(G, P)
-    ids = torch.cat((prompt, r.tokens[0, :, :-1]), dim=1)                          # (G, P + R - 1)
+    ids = torch.cat((prompt, r.tokens[0, :, :-1]), dim=1)       # (G, P + R - 1)
     for i in range(0, only or G, micro):
         part = slice(i, i + micro)
-        # (micro, R, V)
         logits = model(input_ids=ids[part], use_cache=False, logits_to_keep=R).logits
-        logp = logits.float().log_softmax(-1).gather(-1, r.tokens[0, part, :, None])
+        logp = logits.float().log_softmax(-1)                   # (micro, R, V)
+        logp = logp.gather(-1, r.tokens[0, part, :, None])
         del logits
-        logp = logp[None, :, :, 0]                                                 # (1, micro, R)
+        logp = logp[None, :, :, 0]                              # (1, micro, R)
         loss, _ = grpo.policy_loss(logp, None, adv[:, part], r.mask[:, part],
                                    scale=scale[:, part])
         loss.backward()
@@ -651,270 +606,80 @@ def transformers_learner(name, r, adv, micro, repeat):
     row = dict(clock(f, repeat, warm=0), policies=1, error=error)
     with torch.device("meta"):
         mine = Transformer(c)
-    flops = learner_flops(mine, rows=G * T, pairs=c.n_layer * c.n_head * G * T * (T + 1) // 2,
-                          head_rows=G * R, again=True, head_passes=6)
+    pairs = c.n_layer * c.n_head * G * T * (T + 1) // 2
+    flops = learner_flops(mine, rows=G * T, pairs=pairs, head_rows=G * R, again=True,
+                          head_passes=6)
     return share(row, flops)
 
 
-# step
+# step, lora, cards, fit
+
+def step_table(report, title, columns, steps, **facts):
+    report.table(title, columns, **facts,
+                 timed=f"median of {steps} after a first one, wall clock")
+
 
 def step(report, name, work, steps, checkpointing):
     """A whole training step: sample, reward at random, update."""
-    table = report.table("one training step", "ms ratio rollout_s learn_s peak_gb first_s",
-                         model=name, prompts=f"{work.B} x {work.G}", prompt=work.P,
-                         new_tokens=work.R, kept=work.budget, our_checkpointing=checkpointing,
-                         TRL_checkpointing=True,
-                         timed=f"median of {steps} after a first one, wall clock")
-    table.add("ours", attempt(our_step, name, work, steps=steps, checkpointing=checkpointing))
-    release()
+    step_table(report, "one training step",
+               "ms ratio rollout_s learn_s peak_gb first_s", steps, model=name,
+               **work.facts, our_checkpointing=checkpointing, TRL_checkpointing=True)
+    report.add("ours",
+               attempt(our_step, name, work, steps, checkpointing=checkpointing))
     for dtype, what in (("float32", "its default"), ("bfloat16", "no fp32 masters")):
-        table.add(f"TRL, {dtype} ({what})", attempt(trl_row, name, work, steps=steps, dtype=dtype))
-        release()
-
-
-def our_step(name, work, steps, checkpointing, **more):
-    """As train.py does, at its defaults but for `more`, on each rank work.B prompts. -> row; times:
-    seconds of each step, of its sampling, of its learning"""
-    c = SimpleNamespace(**train.DEFAULTS | more)
-    c.lr, c.checkpointing = 1e-6, checkpointing
-    model, ids = ours(name), drawn(name, work.B * parallel.size(), work.P)
-    mine = parallel.share(len(ids))
-    opt = LoRA(model, c) if c.lora_rank else Masters(model, c)
-    objective = grpo.GRPO(model, c, None)
-    times = []
-    for i in range(steps + 1):
-        sync()
-        start = time.perf_counter()
-        r = sampler.generate(model, ids[mine.start:mine.stop], work.G, work.R,
-                             temperature=c.temperature, eviction=work.eviction, seed=i,
-                             part=(mine.start, len(ids)))
-        rewards = torch.rand(work.B, work.G, device=DEVICE)
-        rollouts, rewards = zip(*parallel.gather((r, rewards)))
-        r = replace(sampler.join(rollouts), rewards=torch.cat(rewards))
-        sync()
-        middle = time.perf_counter()
-        scores = functools.partial(score, model, objective, c)
-        r, batch, _ = objective.prepare(r, r.rewards, scores)
-        train.update(model, opt, objective, r, batch=batch, config=c, lr=c.lr)
-        sync()
-        end = time.perf_counter()
-        times.append((end - start, middle - start, end - middle))
-        if i == 0 and CUDA:
-            torch.cuda.reset_peak_memory_stats()
-    seconds, rollout_s, learn_s = (statistics.median(x) for x in zip(*times[1:]))
-    peak = max(parallel.gather(allocated()), key=lambda gb: gb or 0)
-    return dict(ms=1e3 * seconds, rollout_s=rollout_s, learn_s=learn_s, first_s=times[0][0],
-                peak_gb=peak, trained=sum(m.numel() for m in opt.masters) / 1e6,
-                samples_s=len(ids) * work.G / seconds, times=times)
+        report.add(f"TRL, {dtype} ({what})", attempt(trl_row, name, work, steps, dtype))
 
 
 def lora(report, name, work, steps, rank):
     """A whole training step with LoRA beside all seven matrices of a layer."""
-    columns = "trained ms ratio rollout_s learn_s peak_gb first_s"
-    table = report.table("one training step, LoRA", columns, model=name, rank=rank,
-                         prompts=f"{work.B} x {work.G}", prompt=work.P, new_tokens=work.R,
-                         kept=work.budget, checkpointing=True,
-                         timed=f"median of {steps} after a first one, wall clock")
-    ask = dict(name=name, work=work, steps=steps)
-    table.add("ours, LoRA", attempt(our_step, checkpointing=True, lora_rank=rank, **ask))
-    release()
-    table.add("TRL with peft, bfloat16", attempt(trl_row, dtype="bfloat16", rank=rank, **ask))
-    release()
-    table.add("ours, all weights", attempt(our_step, checkpointing=True, **ask))
-    release()
+    step_table(report, "one training step, LoRA",
+               "trained ms ratio rollout_s learn_s peak_gb first_s", steps, model=name,
+               rank=rank, **work.facts, checkpointing=True)
+    mine = functools.partial(our_step, name, work, steps, checkpointing=True)
+    report.add("ours, LoRA", attempt(mine, lora_rank=rank))
+    report.add("TRL with peft, bfloat16",
+              attempt(trl_row, name, work, steps, "bfloat16", rank=rank))
+    report.add("ours, all weights", attempt(mine))
 
 
 def cards(report, name, work, steps):
     """A whole training step on one card or, under torchrun, on several: B prompts for each, one
     update for all."""
-    table = report.table("one training step, B prompts a card",
-                         "samples_s ms rollout_s learn_s peak_gb first_s", model=name,
-                         cards=parallel.size(), B=f"{work.B} x {work.G}", prompt=work.P,
-                         new_tokens=work.R, kept=work.budget, checkpointing=True,
-                         timed=f"median of {steps} after a first one, wall clock of rank 0")
-    def row():
-        return our_step(name, work, steps=steps, checkpointing=True)
-
+    step_table(report, "one training step, B prompts a card",
+               "samples_s ms rollout_s learn_s peak_gb first_s", steps, model=name,
+               cards=parallel.size(), **work.facts, checkpointing=True)
+    mine = functools.partial(our_step, name, work, steps, checkpointing=True)
     # a rank that went on without the others would wait for them
-    table.add("ours", row() if parallel.size() > 1 else attempt(row))
+    report.add("ours", mine() if parallel.size() > 1 else attempt(mine))
     release()
-
-
-def trl_row(name, work, steps, dtype, rank=0):
-    try:
-        seconds, rollout_s, peak, versions = trl_step(SHAPES[name], work, steps + 1, dtype,
-                                                      peft=peft_config(rank))
-    except ImportError as e:
-        return dict(note=str(e))
-    whole, part = statistics.median(seconds[1:]), statistics.median(rollout_s[1:])
-    return dict(ms=1e3 * whole, first_s=seconds[0], rollout_s=part, learn_s=whole - part,
-                peak_gb=peak, versions=versions)
-
-
-def peft_config(rank):
-    """What TRL is to hand to peft, None without LoRA. Raises ImportError without peft."""
-    if not rank:
-        return None
-    try:
-        from peft import LoraConfig
-    except ImportError as e:
-        raise ImportError(f"the comparison with peft needs peft (pip install peft): {e}") from None
-    c = SimpleNamespace(**train.DEFAULTS)
-    return LoraConfig(r=rank, lora_alpha=c.lora_alpha, target_modules=targets_of(c),
-                      task_type="CAUSAL_LM")
-
-
-def trl_step(raw, work, steps, dtype, peft=None):
-    """TRL's GRPOTrainer on random weights and random prompts: `steps` times one generation
-    and one optimizer update. -> seconds of each step, the first of which warms up; the part
-    of each in generate; peak GB after the warm-up; versions
-
-    raw: a config.json as dict; prompts have exactly P tokens, samples exactly R new ones.
-    dtype: of the parameters; "float32" is what GRPOTrainer loads by default, computing in
-    bf16 autocast on CUDA. It keeps no masters: "bfloat16" also makes the optimizer's state
-    bf16. peft: a LoraConfig, then only its matrices are trained. Raises ImportError without
-    trl, RuntimeError if TRL did other work."""
-    try:
-        import datasets
-        import transformers
-        import trl
-    except ImportError as e:
-        raise ImportError("the comparison with TRL needs trl and datasets (pip install trl): "
-                          f"{e}") from None
-    transformers.logging.set_verbosity_error()
-    datasets.disable_progress_bars()
-    draw = random.Random(0)
-    texts = []
-    for _ in range(steps * work.B):
-        words = [str(draw.randrange(raw["vocab_size"])) for _ in range(work.P)]
-        texts.append(" ".join(words))
-    config = transformers.AutoConfig.for_model(**raw)
-    with torch.device(DEVICE):
-        model = transformers.AutoModelForCausalLM.from_config(config, dtype=getattr(torch, dtype))
-    seconds, rollout_s = [], time_calls(model)
-
-    def reward(completion_ids, **_):
-        return [draw.random() for _ in completion_ids]
-
-    with tempfile.TemporaryDirectory() as out_dir:
-        trainer = trl.GRPOTrainer(
-            model, reward, trl_config(trl, out_dir, work, steps),
-            train_dataset=datasets.Dataset.from_dict(dict(prompt=texts)),
-            processing_class=word_tokenizer(raw["vocab_size"]), callbacks=[step_clock(seconds)],
-            peft_config=peft)
-        trainer.remove_callback(transformers.PrinterCallback)
-        trainer.train()
-    # updates, generations, tokens by TRL's own count, without padding
-    done = len(seconds), len(rollout_s), trainer.state.num_input_tokens_seen
-    asked = steps, steps, steps * work.B * work.G * (work.P + work.R)
-    if done != asked:
-        raise RuntimeError(f"TRL made {done} updates, generations and tokens, {asked} were asked "
-                           "for")
-    peak = allocated()
-    # the trainer sits in reference cycles and in accelerate's registry: what comes next
-    # would find the memory taken
-    trainer.accelerator.free_memory()
-    del model.generate
-    versions = {m.__name__: m.__version__ for m in (trl, transformers, datasets, torch)}
-    return seconds, rollout_s, peak, versions
-
-
-def word_tokenizer(V):
-    """Text "17 4 99" <-> ids [17, 4, 99]; <eos> lies outside the model's vocabulary, so
-    that no sample ends early, at no cost."""
-    from tokenizers import Tokenizer, models, pre_tokenizers
-    from transformers import PreTrainedTokenizerFast
-    vocab = {str(i): i for i in range(V)} | {"<eos>": V}
-    words = Tokenizer(models.WordLevel(vocab, unk_token="<eos>"))
-    words.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    return PreTrainedTokenizerFast(tokenizer_object=words, eos_token="<eos>", pad_token="<eos>",
-                                   padding_side="left")
-
-
-def time_calls(model):
-    """Time model.generate from now on. -> list that gets the seconds of each call"""
-    generate, seconds = model.generate, []
-
-    def timed(*args, **kwargs):
-        sync()
-        start = time.perf_counter()
-        out = generate(*args, **kwargs)
-        sync()
-        seconds.append(time.perf_counter() - start)
-        return out
-
-    model.generate = timed
-    return seconds
-
-
-def step_clock(seconds):
-    """A callback of transformers' trainer that adds the time of each step to a list."""
-    from transformers import TrainerCallback
-
-    class Clock(TrainerCallback):
-        def on_step_begin(self, args, state, control, **kwargs):
-            sync()
-            self.start = time.perf_counter()
-
-        def on_step_end(self, args, state, control, **kwargs):
-            sync()
-            seconds.append(time.perf_counter() - self.start)
-            if CUDA and state.global_step == 1:
-                # the steps measured are those after the warm-up
-                torch.cuda.reset_peak_memory_stats()
-
-    return Clock()
-
-
-def trl_config(trl, out_dir, work, steps):
-    """What is not named is TRL's default; some of what is named is too, because defaults
-    change."""
-    return trl.GRPOConfig(
-        output_dir=out_dir, max_steps=steps, use_cpu=not CUDA, bf16=CUDA, num_generations=work.G,
-        max_completion_length=work.R, per_device_train_batch_size=work.G,
-        gradient_accumulation_steps=work.B,
-        steps_per_generation=work.B,  # all samples of a step in one call of generate, one update
-        num_iterations=1, beta=0.0, loss_type="dapo", temperature=1.0, top_p=1.0, top_k=0,
-        min_p=None, use_vllm=False, gradient_checkpointing=True, optim="adamw_torch_fused",
-        max_grad_norm=1.0, learning_rate=1e-6, report_to="none", logging_strategy="no",
-        save_strategy="no", disable_tqdm=True)
-
-
-# memory
-
-# settings that take less and less memory, and more time; the last trains fewer weights instead
-FRUGAL = (dict(), dict(micro_rows=8192), dict(checkpointing=True),
-          dict(checkpointing=True, micro_rows=4096), dict(checkpointing=True, lora_rank=16))
-CONTEXT = 0.8  # GB of a card assumed to be taken by CUDA itself; cuda_gb says how many were
 
 
 def fit(report, name, work, gb, steps):
     """A training step within gb GB: settings one after the other, from those that cost no time,
     until one fits; where none does, what the last of them takes."""
-    table = report.table("a step on a smaller card", "peak_gb cuda_gb ms rollout_s learn_s",
-                         model=name, card=f"{gb} GB, {CONTEXT} of them for CUDA",
-                         prompts=f"{work.B} x {work.G}", prompt=work.P, new_tokens=work.R,
-                         kept=work.budget,
-                         timed=f"median of {steps} after a first one, wall clock")
-    for settings in FRUGAL:
-        said = " ".join(f"{key}={value}" for key, value in settings.items()) or "defaults"
-        if fits(table, said, limit=gb - CONTEXT, name=name, work=work, steps=steps,
-                settings=settings):
+    step_table(report, "a step on a smaller card",
+               "peak_gb cuda_gb ms rollout_s learn_s", steps, model=name,
+               card=f"{gb} GB, {CONTEXT} of them for CUDA", **work.facts)
+    limit = gb - CONTEXT
+    for i, settings in enumerate((*FRUGAL, FRUGAL[-1])):
+        said = " ".join(f"{k}={v}" for k, v in settings.items()) or "defaults"
+        if i == len(FRUGAL):
+            limit, said = None, f"{said}, no limit"
+        with capped(limit):
+            row = attempt(our_step, name, work, steps,
+                          **dict(checkpointing=False) | settings)
+            if CUDA:  # what is on the card and not torch's
+                there, whole = torch.cuda.mem_get_info()
+                row["cuda_gb"] = (whole - there - torch.cuda.memory_reserved()) / 1e9
+        report.add(said, row)
+        if "note" not in row:
             return
-    fits(table, f"{said}, no limit", limit=None, name=name, work=work, steps=steps,
-         settings=settings)
 
 
-def fits(table, said, limit, name, work, steps, settings):
-    """One row of fit's table -> whether the step ran."""
-    with capped(limit):
-        row = attempt(our_step, name, work, steps=steps, **dict(checkpointing=False) | settings)
-        if CUDA:  # what is on the card and not torch's
-            there, whole = torch.cuda.mem_get_info()
-            row["cuda_gb"] = (whole - there - torch.cuda.memory_reserved()) / 1e9
-    release()
-    table.add(said, row)
-    return "note" not in row
+# settings that take less and less memory, and more time; the last trains fewer weights instead
+FRUGAL = (dict(), dict(micro_rows=8192), dict(checkpointing=True),
+          dict(checkpointing=True, micro_rows=4096),
+          dict(checkpointing=True, lora_rank=16))
 
 
 @contextmanager
@@ -932,23 +697,194 @@ def capped(gb):
         torch.cuda.set_per_process_memory_fraction(1.0)
 
 
+def our_step(name, work, steps, checkpointing, **more):
+    """As train.py does, at its defaults but for `more`, on each rank work.B prompts. -> row; times:
+    seconds of each step, of its sampling, of its learning"""
+    c = SimpleNamespace(**train.DEFAULTS | more)
+    c.lr, c.checkpointing = 1e-6, checkpointing
+    model, ids = ours(name), drawn(name, work.B * parallel.size(), work.P)
+    mine = parallel.share(len(ids))
+    opt = LoRA(model, c) if c.lora_rank else Masters(model, c)
+    objective = grpo.GRPO(model, c, None)
+    times = []
+    for i in range(steps + 1):
+        start = now()
+        r = sampler.generate(model, ids[mine.start:mine.stop], work.G, work.R,
+                             temperature=c.temperature, eviction=work.eviction, seed=i,
+                             part=(mine.start, len(ids)))
+        rewards = torch.rand(work.B, work.G, device=DEVICE)
+        rollouts, rewards = zip(*parallel.gather((r, rewards)))
+        r = replace(sampler.join(rollouts), rewards=torch.cat(rewards))
+        middle = now()
+        scores = functools.partial(score, model, objective, c)
+        r, batch, _ = objective.prepare(r, r.rewards, scores)
+        train.update(model, opt, objective, r, batch=batch, config=c, lr=c.lr)
+        end = now()
+        times.append((end - start, middle - start, end - middle))
+        if i == 0 and CUDA:
+            torch.cuda.reset_peak_memory_stats()
+    seconds, rollout_s, learn_s = (statistics.median(x) for x in zip(*times[1:]))
+    peak = max(parallel.gather(allocated()), key=lambda gb: gb or 0)
+    return dict(ms=1e3 * seconds, rollout_s=rollout_s, learn_s=learn_s,
+                first_s=times[0][0], peak_gb=peak, times=times,
+                trained=sum(m.numel() for m in opt.masters) / 1e6,
+                samples_s=len(ids) * work.G / seconds)
+
+
+def now():
+    """Seconds, when all that was asked of the card is done."""
+    sync()
+    return time.perf_counter()
+
+
+def trl_row(name, work, steps, dtype, rank=0):
+    try:
+        seconds, rollout_s, peak, versions = trl_step(
+            raw_config(name), work, steps + 1, dtype, peft=peft_config(rank))
+    except ImportError as e:
+        return dict(note=f"pip install trl, for LoRA also peft: {e}")
+    whole, part = statistics.median(seconds[1:]), statistics.median(rollout_s[1:])
+    return dict(ms=1e3 * whole, first_s=seconds[0], rollout_s=part,
+                learn_s=whole - part, peak_gb=peak, versions=versions)
+
+
+def peft_config(rank):
+    """What TRL is to hand to peft, None without LoRA. Raises ImportError without peft."""
+    if not rank:
+        return None
+    from peft import LoraConfig
+    c = SimpleNamespace(**train.DEFAULTS)
+    return LoraConfig(r=rank, lora_alpha=c.lora_alpha, target_modules=targets_of(c),
+                      task_type="CAUSAL_LM")
+
+
+def trl_step(raw, work, steps, dtype, peft=None):
+    """TRL's GRPOTrainer on random weights and random prompts: `steps` times one generation and one
+    optimizer update. -> seconds of each step, the first of which warms up; the part of each in
+    generate; peak GB after the warm-up; versions
+
+    raw: a config.json as dict; prompts have exactly P tokens, samples exactly R new ones. dtype: of
+    the parameters; "float32" is what GRPOTrainer loads by default, computing in bf16 autocast on
+    CUDA. It keeps no masters: "bfloat16" also makes the optimizer's state bf16. peft: a LoraConfig,
+    then only its matrices are trained. Raises ImportError without trl, RuntimeError if TRL did
+    other work."""
+    import datasets
+    import transformers
+    import trl
+    transformers.logging.set_verbosity_error()
+    datasets.disable_progress_bars()
+    draw = random.Random(0)
+    texts = []
+    for _ in range(steps * work.B):
+        words = [str(draw.randrange(raw["vocab_size"])) for _ in range(work.P)]
+        texts.append(" ".join(words))
+    config = transformers.AutoConfig.for_model(**raw)
+    with torch.device(DEVICE):
+        model = transformers.AutoModelForCausalLM.from_config(
+            config, dtype=getattr(torch, dtype))
+    seconds, rollout_s = [], time_calls(model)
+
+    def reward(completion_ids, **_):
+        return [draw.random() for _ in completion_ids]
+
+    with tempfile.TemporaryDirectory() as out_dir:
+        trainer = trl.GRPOTrainer(
+            model, reward, trl_config(trl, out_dir, work, steps), peft_config=peft,
+            train_dataset=datasets.Dataset.from_dict(dict(prompt=texts)),
+            processing_class=word_tokenizer(raw["vocab_size"]),
+            callbacks=[step_clock(seconds)])
+        trainer.remove_callback(transformers.PrinterCallback)
+        trainer.train()
+    # updates, generations, tokens by TRL's own count, without padding
+    done = len(seconds), len(rollout_s), trainer.state.num_input_tokens_seen
+    asked = steps, steps, steps * work.B * work.G * (work.P + work.R)
+    if done != asked:
+        raise RuntimeError(f"TRL made {done} updates, generations and tokens, {asked} "
+                           "were asked for")
+    peak = allocated()
+    # the trainer sits in reference cycles and in accelerate's registry: what comes next
+    # would find the memory taken
+    trainer.accelerator.free_memory()
+    del model.generate
+    versions = {m.__name__: m.__version__ for m in (trl, transformers, datasets, torch)}
+    return seconds, rollout_s, peak, versions
+
+
+def word_tokenizer(V):
+    """Text "17 4 99" <-> ids [17, 4, 99]; <eos> lies outside the model's vocabulary, so that no
+    sample ends early, at no cost."""
+    from tokenizers import Tokenizer, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+    vocab = {str(i): i for i in range(V)} | {"<eos>": V}
+    words = Tokenizer(models.WordLevel(vocab, unk_token="<eos>"))
+    words.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    return PreTrainedTokenizerFast(tokenizer_object=words, eos_token="<eos>",
+                                   pad_token="<eos>", padding_side="left")
+
+
+def time_calls(model):
+    """Time model.generate from now on. -> list that gets the seconds of each call"""
+    generate, seconds = model.generate, []
+
+    def timed(*args, **kwargs):
+        start = now()
+        out = generate(*args, **kwargs)
+        seconds.append(now() - start)
+        return out
+
+    model.generate = timed
+    return seconds
+
+
+def step_clock(seconds):
+    """A callback of transformers' trainer that adds the time of each step to a list."""
+    from transformers import TrainerCallback
+
+    class Clock(TrainerCallback):
+        def on_step_begin(self, args, state, control, **kwargs):
+            self.start = now()
+
+        def on_step_end(self, args, state, control, **kwargs):
+            seconds.append(now() - self.start)
+            if CUDA and state.global_step == 1:
+                # the steps measured are those after the warm-up
+                torch.cuda.reset_peak_memory_stats()
+
+    return Clock()
+
+
+def trl_config(trl, out_dir, work, steps):
+    """What is not named is TRL's default; some of what is named is too, because defaults change."""
+    return trl.GRPOConfig(
+        output_dir=out_dir, max_steps=steps, use_cpu=not CUDA, bf16=CUDA,
+        num_generations=work.G, max_completion_length=work.R,
+        per_device_train_batch_size=work.G, gradient_accumulation_steps=work.B,
+        steps_per_generation=work.B,  # all samples of a step in one call, one update
+        num_iterations=1, beta=0.0, loss_type="dapo", temperature=1.0, top_p=1.0,
+        top_k=0, min_p=None, use_vllm=False, gradient_checkpointing=True,
+        optim="adamw_torch_fused", max_grad_norm=1.0, learning_rate=1e-6,
+        report_to="none", logging_strategy="no", save_strategy="no", disable_tqdm=True)
+
+
+# memory
+
 def memory(report, name, lengths, sampled, learnt):
-    """sampled: what is rolled out; learnt: what is learnt from, one prompt. Their P is the
-    subject of the tables."""
+    """sampled: what is rolled out; learnt: what is learnt from, one prompt. Their P is the subject
+    of the tables."""
     memory_by_length(report, name, lengths, sampled, learnt=learnt)
     release()
     longest_prompts(report, name, sampled, learnt)
 
 
 def memory_by_length(report, name, lengths, sampled, learnt):
-    """Peak of our rollout and of our learner, each alone on the card, against prompt
-    length."""
-    table = report.table(
-        "peak memory against prompt length", "rollout_gb predicted_gb over learner_gb kv_mb",
-        model=name, rollout=f"{sampled.B} x {sampled.G} x {sampled.R}",
+    """Peak of our rollout and of our learner, each alone on the card, against prompt length."""
+    report.table(
+        "peak memory against prompt length",
+        "rollout_gb predicted_gb over learner_gb kv_mb", model=name,
+        rollout=f"{sampled.B} x {sampled.G} x {sampled.R}",
         learner=f"1 x {learnt.G} x {learnt.R}, checkpointing", kept=sampled.budget,
-        predicted="weights + kept KV + one layer's keys and values of the prompts prefilled "
-        "together + logits of a step")
+        predicted="weights + kept KV + one layer's keys and values of the prompts "
+        "prefilled together + logits of a step")
     model, adv = ours(name), torch.randn(1, learnt.G, device=DEVICE)
     for P in lengths:
         row = rollout_memory(model, name, replace(sampled, P=P))
@@ -958,30 +894,30 @@ def memory_by_length(report, name, lengths, sampled, learnt):
             row["over"] = row["rollout_gb"] / row["predicted_gb"]
         else:
             row["note"] = "peaks need CUDA"
-        table.add(f"prompt {P:,}", row)
+        report.add(f"prompt {P:,}", row)
 
 
 def rollout_memory(model, name, work):
-    """-> row: peak of a rollout, what was to be expected, bytes of its cache. Raises
-    AssertionError if those are not the formula's."""
-    prompts, kv = drawn(name, work.B, work.P), {}
+    """-> row: peak of a rollout, what was to be expected, bytes of its cache. Raises AssertionError
+    if those are not the formula's."""
+    prompts, kv, c = drawn(name, work.B, work.P), {}, model.config
 
     def sample():
-        kv.update(sampler.generate(model, prompts, work.G, work.R, eviction=work.eviction).kv)
+        kv.update(sampler.generate(
+            model, prompts, work.G, work.R, eviction=work.eviction).kv)
 
     model.zero_grad(set_to_none=True)
-    row = dict(prompt=work.P, kv_formula=rollout_kv(model.config, work), rollout_gb=peak_gb(sample))
-    kept = kv["kept"]
-    if kept != row["kv_formula"]:
-        raise AssertionError(f"the cache holds {kept:,} bytes, the formula says "
-                             f"{row['kv_formula']:,}")
-    c = model.config
+    peak = peak_gb(sample)
+    kept, formula = kv["kept"], rollout_kv(c, work)
+    if kept != formula:
+        raise AssertionError(
+            f"the cache holds {kept:,} bytes, the formula says {formula:,}")
     weights = sum(p.numel() for p in model.parameters()) * DTYPE.itemsize
     together = min(work.B, max(1, 16384 // work.P)) * work.P  # generate's prefill_rows
     predicted = (weights + kept + together * c.kv_bytes_per_token(DTYPE) // c.n_layer
                  + 4 * work.B * work.G * c.vocab_size)
-    row.update(kv_bytes=kept, kv_mb=kept / 1e6, predicted_gb=predicted / 1e9)
-    return row
+    return dict(prompt=work.P, kv_formula=formula, rollout_gb=peak, kv_bytes=kept,
+                kv_mb=kept / 1e6, predicted_gb=predicted / 1e9)
 
 
 def rollout_kv(config, work):
@@ -991,27 +927,28 @@ def rollout_kv(config, work):
 
 
 def longest_prompts(report, name, sampled, learnt):
-    table = report.table(
+    report.table(
         "longest prompt that fits", "tokens peak_gb", model=name,
-        rollout=f"{sampled.B} x {sampled.G} x {sampled.R}", learner=f"1 x {learnt.G} x {learnt.R}",
-        kept=sampled.budget, cap=CAP, bisected="to 5 % by running at real size",
-        rollouts="one prompt of that length, the others short, as prefill takes them one by one; "
-        "dense: its forward pass beside a buffer of the cache's size",
+        rollout=f"{sampled.B} x {sampled.G} x {sampled.R}",
+        learner=f"1 x {learnt.G} x {learnt.R}", kept=sampled.budget, cap=CAP,
+        bisected="to 5 % by running at real size",
+        rollouts="one prompt of that length, the others short, as prefill takes them "
+        "one by one; dense: its forward pass beside a buffer of the cache's size",
         rivals="one micro-batch, gradients there before",
-        attention=f"keys live {SHORT} rows at most: the same memory without quadratic time")
+        attention=f"keys live {SHORT} rows at most: the same memory without quadratic "
+        "time")
     if not CUDA:
-        table.add("all", dict(note="needs CUDA"))
+        report.add("all", dict(note="needs CUDA"))
         return
     from transformers import AttentionInterface
     AttentionInterface.register("short", short_attention)
     for contender, probe in probes(name, sampled, learnt).items():
-        table.add(contender, attempt(search, contender, *probe))
-        release()
+        report.add(contender, attempt(search, contender, *probe))
 
 
 def search(contender, make, f, a, b):
-    """The longest prompt of a contender. make() -> model; f(model, P) runs; a, b: two short
-    lengths for the first guess. -> row"""
+    """The longest prompt of a contender. make() -> model; f(model, P) runs; a, b: two short lengths
+    for the first guess. -> row"""
     model = make()
     release()
     room = (torch.cuda.mem_get_info()[0] + torch.cuda.memory_allocated()) / 1e9
@@ -1030,17 +967,14 @@ def search(contender, make, f, a, b):
 
     with short_lives():
         P, gb, tried = longest(peak, room, a, b)
-    note = ""
-    if P is None:
-        note = "not even the shortest length tried"
-    elif P == CAP:
-        note = "the cap: longer was not tried"
-    return dict(tokens=P, peak_gb=gb, tried=tried, room_gb=room, note=note)
+    notes = {None: "not even the shortest length tried",
+             CAP: "the cap: longer was not tried"}
+    return dict(tokens=P, peak_gb=gb, tried=tried, room_gb=room, note=notes.get(P, ""))
 
 
 def longest(peak, room, a, b, cap=CAP):
-    """Longest P up to cap for which peak(P) is a number and not None (it does not fit), to
-    5 %. -> P, its peak, lengths tried
+    """Longest P up to cap for which peak(P) is a number and not None (it does not fit), to 5 %.
+    -> P, its peak, lengths tried
 
     Starts where the line through peaks at a and b reaches `room`."""
     tried = {a: peak(a), b: peak(b)}
@@ -1067,32 +1001,34 @@ def longest(peak, room, a, b, cap=CAP):
 def probes(name, sampled, learnt):
     """Contenders for the longest prompt: name -> the arguments of `search`."""
     adv = torch.randn(1, learnt.G, device=DEVICE)
-    B, G, R, budget, c = sampled.B, sampled.G, sampled.R, sampled.budget, config_of(name)
+    B, G, R, c = sampled.B, sampled.G, sampled.R, config_of(name)
 
-    def run_ours(model, P):
+    def learns(model, P):
         our_pass(model, made_rollout(c, replace(learnt, P=P)), adv, True)
 
-    def our_rollout(model, P):
+    def samples(model, P):
         # prefill goes one long prompt at a time: one long prompt needs what B long ones need
-        prompts = drawn(name, 1, P) + drawn(name, B - 1, budget)
+        prompts = drawn(name, 1, P) + drawn(name, B - 1, sampled.budget)
         sampler.generate(model, prompts, G, R, eviction=sampled.eviction)
 
-    def their_learner(model, P, micro):
-        # gradients in place, so that the first micro-batch meets what later ones meet
-        for p in model.parameters():
-            p.grad = torch.zeros_like(p)
-        their_pass(model, made_rollout(c, replace(learnt, P=P)), adv, micro, only=micro)
+    def they_learn(micro):
+        def f(model, P):
+            # gradients in place, so that the first micro-batch meets what later ones meet
+            for p in model.parameters():
+                p.grad = torch.zeros_like(p)
+            r = made_rollout(c, replace(learnt, P=P))
+            their_pass(model, r, adv, micro, only=micro)
+        return f
 
     @torch.no_grad()
-    def their_rollout(model, P):
+    def they_sample(model, P):
         size = B * G * (P + R - 1) * c.kv_bytes_per_token(DTYPE)
         cache = torch.empty(size, dtype=torch.uint8, device=DEVICE)
         ids = torch.randint(c.vocab_size, (1, P), device=DEVICE)
         model(input_ids=ids, use_cache=False, logits_to_keep=1)
         del cache
 
-    def mine():
-        return ours(name)
+    mine = functools.partial(ours, name)
 
     def trained():
         return training_rival(name, "short")[0]
@@ -1100,13 +1036,13 @@ def probes(name, sampled, learnt):
     def plain():
         return rival(name, "short")[0]
 
-    all_at_once = functools.partial(their_learner, micro=learnt.G)
-    one_at_a_time = functools.partial(their_learner, micro=1)
-    return {"our learner, checkpointing": (mine, run_ours, 8192, 16384),
-            f"transformers learner, {learnt.G} at a time": (trained, all_at_once, 2048, 4096),
-            "our rollout": (mine, our_rollout, 16384, 32768),
-            "dense rollout, each sample its cache": (plain, their_rollout, 2048, 4096),
-            "transformers learner, 1 at a time": (trained, one_at_a_time, 8192, 16384)}
+    return {
+        "our learner, checkpointing": (mine, learns, 8192, 16384),
+        f"transformers learner, {learnt.G} at a time":
+            (trained, they_learn(learnt.G), 2048, 4096),
+        "our rollout": (mine, samples, 16384, 32768),
+        "dense rollout, each sample its cache": (plain, they_sample, 2048, 4096),
+        "transformers learner, 1 at a time": (trained, they_learn(1), 8192, 16384)}
 
 
 @contextmanager
@@ -1122,60 +1058,60 @@ def short_lives():
         cut(packed.until)
         return packed
 
-    def prepare(until, **kwargs):
+    def make_plan(until, **kwargs):
         cut(until)
-        return real_prepare(until, **kwargs)
+        return real_plan(until, **kwargs)
 
-    real_pack, real_prepare = grpo.pack, sampler.prepare
-    grpo.pack, sampler.prepare = pack, prepare
+    real_pack, real_plan = grpo.pack, sampler.make_plan
+    grpo.pack, sampler.make_plan = pack, make_plan
     try:
         yield
     finally:
-        grpo.pack, sampler.prepare = real_pack, real_prepare
+        grpo.pack, sampler.make_plan = real_pack, real_plan
 
 
 def short_attention(module, query, key, value, attention_mask, scaling=None, **_):
-    """The same for transformers: FlashAttention-2 as SDPA calls it, with a sliding window
-    of SHORT rows."""
-    q, k, v = (x.transpose(1, 2) for x in (query, key, value))                     # (B, T, h, hs)
+    """The same for transformers: FlashAttention-2 as SDPA calls it, with a sliding window of SHORT
+    rows."""
+    q, k, v = (x.transpose(1, 2) for x in (query, key, value))  # (B, T, h, hs)
     T = q.shape[1]
     out = torch.ops.aten._flash_attention_forward(
-        q, k, v, cum_seq_q=None, cum_seq_k=None, max_q=T, max_k=T, dropout_p=0.0, is_causal=True,
-        return_debug_mask=False, scale=scaling, window_size_left=SHORT, window_size_right=0)
+        q, k, v, cum_seq_q=None, cum_seq_k=None, max_q=T, max_k=T, dropout_p=0.0,
+        is_causal=True, return_debug_mask=False, scale=scaling, window_size_left=SHORT,
+        window_size_right=0)
     return out[0], None
 
 
 # the command line
 
-GROUP = Work(B=1, P=8192, G=8, R=256, budget=1024)
+LONG = Work(B=8, P=8192, G=8, R=256, budget=1024)
+GROUP = replace(LONG, B=1)
 TINY = Work(B=2, P=64, G=2, R=6, budget=48)
-SMOLLM, SMALL, QWEN, LARGE = "smollm2-135m", "qwen2.5-0.5b", "qwen2.5-1.5b", "qwen2.5-7b"
-PARTS = dict(attn=attn, decode=decode, learner=learner, step=step, lora=lora, cards=cards,
-             memory=memory, fit=fit)
+SMOLLM, SMALL, QWEN, LARGE, _ = SHAPES
+PARTS = {part.__name__: part
+         for part in (attn, decode, learner, step, lora, cards, memory, fit)}
 BOTH = ("dynamic", "static")
 REQUESTS = dict(  # part -> arguments of each of its tables
     attn=[dict(nh=16, nkv=8, hs=128, work=GROUP, repeat=10),
           dict(nh=14, nkv=2, hs=64, work=GROUP, repeat=10)],
     decode=[dict(name=SMOLLM, work=Work(B=8, P=2048, G=8, R=128, budget=256), repeat=3,
                  rivals=BOTH),
-            dict(name=QWEN, work=Work(B=8, P=8192, G=8, R=128, budget=1024), repeat=2, rivals=())],
+            dict(name=QWEN, work=replace(LONG, R=128), repeat=2, rivals=())],
     learner=[dict(name=QWEN, work=GROUP, repeat=3)],
     step=[dict(name=SMOLLM, work=Work(B=8, P=1024, G=8, R=64, budget=256), steps=3,
                checkpointing=False),
-          dict(name=QWEN, work=Work(B=8, P=8192, G=8, R=256, budget=1024), steps=1,
-               checkpointing=True)],
-    lora=[dict(name=name, work=Work(B=4, P=8192, G=8, R=256, budget=1024), steps=1, rank=16)
+          dict(name=QWEN, work=LONG, steps=1, checkpointing=True)],
+    lora=[dict(name=name, work=replace(LONG, B=4), steps=1, rank=16)
           for name in (QWEN, LARGE)],
-    cards=[dict(name=SMALL, work=Work(B=8, P=2048, G=8, R=256, budget=512), steps=5),
-           dict(name=SMALL, work=Work(B=8, P=8192, G=8, R=256, budget=1024), steps=5),
-           dict(name=QWEN, work=Work(B=8, P=8192, G=8, R=256, budget=1024), steps=3)],
+    cards=[dict(name=SMALL, work=replace(LONG, P=2048, budget=512), steps=5),
+           dict(name=SMALL, work=LONG, steps=5), dict(name=QWEN, work=LONG, steps=3)],
     memory=[dict(name=QWEN, lengths=[2**i for i in range(10, 17)],
-                 sampled=Work(B=8, P=0, G=8, R=64, budget=1024),
-                 learnt=Work(B=1, P=0, G=8, R=256, budget=1024))],
+                 sampled=replace(LONG, P=0, R=64), learnt=replace(GROUP, P=0))],
     fit=[dict(name=name, work=Work(B=4, P=P, G=8, R=R, budget=budget), gb=gb, steps=3)
          for gb, name, P, R, budget in (
-             (16, SMOLLM, 1000, 64, 128), (16, SMOLLM, 4000, 256, 512), (16, SMALL, 300, 256, 1024),
-             (16, SMALL, 4000, 64, 512), (24, SMALL, 8000, 256, 1024), (24, QWEN, 1000, 64, 128),
+             (16, SMOLLM, 1000, 64, 128), (16, SMOLLM, 4000, 256, 512),
+             (16, SMALL, 300, 256, 1024), (16, SMALL, 4000, 64, 512),
+             (24, SMALL, 8000, 256, 1024), (24, QWEN, 1000, 64, 128),
              (24, QWEN, 300, 256, 1024))])
 QUICK = dict(
     attn=[dict(nh=4, nkv=2, hs=16, work=replace(TINY, R=8), repeat=1)],
@@ -1184,7 +1120,8 @@ QUICK = dict(
     step=[dict(name="tiny", work=TINY, steps=1, checkpointing=True)],
     lora=[dict(name="tiny", work=TINY, steps=1, rank=2)],
     cards=[dict(name="tiny", work=TINY, steps=1)],
-    memory=[dict(name="tiny", lengths=[40, 64], sampled=replace(TINY, R=4), learnt=TINY)],
+    memory=[dict(name="tiny", lengths=[40, 64], sampled=replace(TINY, R=4),
+                 learnt=TINY)],
     fit=[dict(name="tiny", work=TINY, gb=1, steps=1)])
 
 
@@ -1203,18 +1140,18 @@ def facts():
     how = "CUDA events, calls back to back"
     if not CUDA:
         how = f"wall clock, {torch.get_num_threads()} thread(s)"
+    versions = {name: version(name) for name in ("torch", "triton", "transformers")}
     return dict(card=card, slug=slug, dtype=str(DTYPE).removeprefix("torch."),
-                torch=torch.__version__, triton=version("triton"),
-                transformers=version("transformers"),
-                timed=how + "; first s is the first call, compilation included", **ceilings())
+                timed=how + "; first s is the first call, compilation included",
+                **versions, **ceilings())
 
 
 def arguments(argv=None):
     a = Arguments(prog="bench", description="benchmarks; see the head of this file")
     a.add_argument("part", choices=(*PARTS, "all"),
-                   help="attention; sampling; a learner's forward and backward pass; a whole "
-                   "training step, also with LoRA, also on several cards; memory; what fits a "
-                   "smaller card")
+                   help="attention; sampling; a learner's forward and backward pass; a "
+                   "whole training step, also with LoRA, also on several cards; "
+                   "memory; what fits a smaller card")
     a.add_argument("--quick", action="store_true", default=not CUDA,
                    help="tiny shapes, in seconds; always so without CUDA")
     a.add_argument("--shape", choices=list(SHAPES),
@@ -1235,7 +1172,8 @@ def request(a):
         among = " among its tiny shapes" if a.quick else ""
         raise ValueError(f"{a.part} has no table of {a.shape}{among}")
     if parallel.size() > 1 and list(wanted) != ["cards"]:
-        raise ValueError(f"{a.part} is of one card: say it without torchrun, which is for cards")
+        raise ValueError(
+            f"{a.part} is of one card: say it without torchrun, which is for cards")
     make_folder(a.out)  # better now than after the first measurement
     return wanted
 
@@ -1243,7 +1181,7 @@ def request(a):
 def main(argv=None):
     a = arguments(argv)
     with one_line_errors(ValueError):
-        choose_device(SimpleNamespace(device="auto"))  # of several ranks each its own card
+        choose_device(SimpleNamespace(device="auto"))  # each rank its own card
         wanted = request(a)
     about = facts()
     tell("; ".join(f"{k} {v:,.1f}" if isinstance(v, float) else f"{k} {v}"

@@ -57,10 +57,9 @@ def shown(x):
         x = x.tolist()
     if isinstance(x, float):
         return f"{x:.6g}"
+    text = repr(x).replace("\n", " ")
     if isinstance(x, list):
         text = "[" + ", ".join(map(shown, x)) + "]"
-    else:
-        text = repr(x).replace("\n", " ")
     if len(text) > 90:
         text = text[:60] + " ... " + text[-25:]
     return text
@@ -70,15 +69,13 @@ def number(x, call):
     """x as a float; Wrong if it is no number."""
     try:
         return float(x)
-    except (TypeError, ValueError, RuntimeError):  # the last: a tensor of several numbers
+    except (TypeError, ValueError, RuntimeError):  # the last: several numbers
         raise Wrong(f"{call} must be a number, got {shown(x)}") from None
 
 
 def finite_tensor(x, shape, call):
     """x as fp64, if it is a tensor of this shape and of finite numbers; else it is wrong."""
-    got = type(x).__name__
-    if torch.is_tensor(x):
-        got = tuple(x.shape)
+    got = tuple(x.shape) if torch.is_tensor(x) else type(x).__name__
     if got != tuple(shape):
         raise Wrong(f"{call} must be a tensor of shape {tuple(shape)}, got {got}")
     if not x.isfinite().all():
@@ -93,9 +90,7 @@ def same(got, want, call, rtol=1e-5):
     off = (got - want).abs() > rtol * want.abs().max()
     if off.any():
         at = tuple(off.nonzero()[0].tolist())
-        place = ""
-        if at:
-            place = f" at {at}"
+        place = f" at {at}" if at else ""
         raise Wrong(f"{call}{place}: expected {shown(want[at])}, got {shown(got[at])}")
 
 
@@ -117,30 +112,37 @@ def as_method(score, name="mine"):
         del EVICT[name]
 
 
+def held_out(n, tokens):
+    """n kv problems of so many tokens."""
+    encode = embedded()[2]
+    return [problem("kv", "eval", seed=0, index=i, tokens=tokens, encode=encode)
+            for i in range(n)]
+
+
 def replayed(score):
     """The rollout of a scorer that evicts prompt and response keys; its gap must be rounding."""
     net, _, encode = embedded()
-    ids = [encode(problem("kv", "eval", seed=0, index=i, tokens=80, encode=encode).text)
-           for i in range(2)]
+    ids = [encode(p.text) for p in held_out(2, 80)]
     with as_method(score) as name:
         e = Eviction(name, budget=24, window=8, sinks=2, response_budget=9, period=4)
         rollout = generate(net, ids, group=2, max_new_tokens=18, eviction=e)
     with torch.no_grad():
-        gap = (replay(net, rollout, ("shadow",))["shadow"] - rollout.logp_roll).abs().max()
+        logp = replay(net, rollout, ("shadow",))["shadow"]
+    gap = (logp - rollout.logp_roll).abs().max()
     if gap > 1e-4:
-        raise Wrong(f"with this scorer sampler and learner differ by up to {gap:.2g}, not by "
-                    "rounding")
+        raise Wrong("with this scorer sampler and learner differ by up to "
+                    f"{gap:.2g}, not by rounding")
     return rollout
 
 
 def answered(score, n=32):
     """How many of n held-out kv problems the checkpoint answers with 48 of 184 keys kept."""
     net, tok, encode = embedded()
-    ps = [problem("kv", "eval", seed=0, index=i, tokens=192, encode=encode) for i in range(n)]
+    ps = held_out(n, 192)
     with as_method(score) as name:
         e = Eviction(name, budget=48, window=16, sinks=2)
-        r = generate(net, [encode(p.text) for p in ps], group=1, max_new_tokens=5, temperature=0,
-                     eviction=e, stop_ids=tok.stop_ids)
+        r = generate(net, [encode(p.text) for p in ps], group=1, max_new_tokens=5,
+                     temperature=0, eviction=e, stop_ids=tok.stop_ids)
     count = (r.lengths - r.stopped.long())[:, 0].tolist()
     texts = [tok.decode(ids[:c]) for ids, c in zip(r.tokens[:, 0].tolist(), count)]
     return sum(reward(p, text) for p, text in zip(ps, texts))
@@ -175,11 +177,11 @@ def copies(seed):
     rows = packed.rows["shadow"]
     B, G = r.lengths.shape
     for layer, until in enumerate(packed.until):
-        seen = visible(until)                                             # (nkv, N, N)
+        seen = visible(until)                                   # (nkv, N, N)
         for head, b, g in itertools.product(range(len(until)), range(B), range(G)):
             last = int(rows[b, g, 0])  # the prompt's last row
             prompt = torch.arange(last + 1 - len(r.prompts[b]), last + 1)
-            own = rows[b, g, 1:int(r.lengths[b, g])]  # the row of token t predicts t + 1
+            own = rows[b, g, 1:int(r.lengths[b, g])]  # of token t: it predicts t + 1
             yield r, (layer, head, b, g), torch.cat((prompt, own)), seen[head]
 
 
@@ -191,16 +193,17 @@ def key_norm(seeds, keynorm):
         rng = generator(seed)
         n, nkv, nh, hs = 12, 2, 4, 8
         norm = torch.stack([torch.randperm(n, generator=rng) + 1.0 for _ in range(nkv)])
-        k = torch.nn.functional.normalize(torch.randn(n, nkv, hs, generator=rng), dim=-1)
-        k = k * norm.t()[..., None]                                       # (n, nkv, hs)
-        q = torch.randn(e.window, nh, hs, generator=rng)                  # (W, nh, hs)
+        k = torch.randn(n, nkv, hs, generator=rng)
+        k = torch.nn.functional.normalize(k, dim=-1) * norm.t()[..., None]
+        q = torch.randn(e.window, nh, hs, generator=rng)        # (W, nh, hs)
         score = finite_tensor(keynorm(q, k, e), (nkv, n), "keynorm(q, k, e)")
         for head in range(nkv):
             got = score[head].argsort(descending=True).tolist()
             want = norm[head].argsort().tolist()
             if got != want:
-                raise Wrong(f"KV head {head}, keys of the norms {shown(norm[head].int())}: the "
-                            f"keys should be kept in the order {want}, your scores say {got}")
+                norms = shown(norm[head].int())
+                raise Wrong(f"KV head {head}, keys of the norms {norms}: the keys "
+                            f"should be kept in the order {want}, your scores say {got}")
     kept = replayed(keynorm).kept
     if all(torch.equal(a, b) for a, b in zip(kept, replayed(EVICT["snapkv"]).kept)):
         raise Wrong("in a rollout it keeps what snapkv keeps")
@@ -219,7 +222,8 @@ def first_token(seeds, sees):
                 try:
                     got = sorted(map(operator.index, got))
                 except TypeError:
-                    raise Wrong(f"{call} must hold positions, got {shown(got)}") from None
+                    said = f"{call} must hold positions, got {shown(got)}"
+                    raise Wrong(said) from None
                 if got != want:
                     raise Wrong(f"{call}: expected {want}, got {shown(got)}")
 
@@ -251,8 +255,8 @@ def sequence_weight(seeds, variance):
             got = number(variance(p.clone(), q.clone(), L), "variance(p, q, L)")
         except OverflowError:
             got = "an OverflowError"
-        if got != want and not (isinstance(got, float)
-                                and math.isclose(got, want, rel_tol=1e-3)):
+        close = isinstance(got, float) and math.isclose(got, want, rel_tol=1e-3)
+        if got != want and not close:
             raise Wrong(f"{what}: expected {shown(want)}, got {shown(got)}")
 
     for seed in seeds:
@@ -275,7 +279,7 @@ def sequence_weight(seeds, variance):
 def reduction(seeds, reduce, heavier):
     for seed in seeds:
         rng = generator(seed)
-        lengths = torch.randint(1, 8, (2, 3, 1), generator=rng)           # (B, G, 1)
+        lengths = torch.randint(1, 8, (2, 3, 1), generator=rng)  # (B, G, 1)
         mask = torch.arange(9) < lengths  # no response fills the columns
         loss = torch.randn(2, 3, 9, generator=rng)
         scale = token_scale(mask, "constant")
@@ -285,13 +289,15 @@ def reduction(seeds, reduce, heavier):
             got = reduce(x, mask.clone())
             same(got, (scale * loss).sum(), call)
             if not got.requires_grad:
-                raise Wrong(f"{call} has no gradient: it must stay a tensor that depends on loss")
+                raise Wrong(f"{call} has no gradient: it must stay a tensor that "
+                            "depends on loss")
             grad, = torch.autograd.grad(got, x, allow_unused=True)
             same(grad, scale, f"the gradient of {call}")
         short, long = torch.randint(3, 50, (2,), generator=rng).tolist()
         for (a, b), norm in itertools.product(((10, 100), (short, long)), NORMS):
             lengths = torch.tensor([a, b])
-            weight = token_scale(torch.arange(128) < lengths[None, :, None], norm)[0, :, 0]
+            mask = torch.arange(128) < lengths[None, :, None]
+            weight = token_scale(mask, norm)[0, :, 0]
             call = f"heavier(short={a}, long={b}, norm={norm!r})"
             got = torch.tensor(number(heavier(a, b, norm), call), dtype=torch.float64)
             same(got, weight[0] / weight[1], call)
@@ -304,7 +310,8 @@ def key_length(q, k, e, elsewhere=None):
 
 
 def last_query(q, k, e, elsewhere=None):
-    return attention(q, k, elsewhere)[:, :, -1].mean(dim=(0, 1)).expand(k.shape[1], -1)
+    last = attention(q, k, elsewhere)[:, :, -1]                 # (nkv, nh / nkv, n)
+    return last.mean(dim=(0, 1)).expand(k.shape[1], -1)         # (nkv, n)
 
 
 def largest_vote(q, k, e, elsewhere=None):
@@ -316,14 +323,13 @@ def all_of_the_window(q, k, e, elsewhere=None):
 
 
 def one_key_too_many(q, k, e, elsewhere=None):
-    W, n = len(q), len(k)
-    row = torch.arange(n)
-    ahead = row > row[n - W:, None] + 1                                   # (W, n)
+    row = torch.arange(len(k))
+    ahead = row > row[len(k) - len(q):, None] + 1               # (W, n)
     return logits(q, k).masked_fill(ahead, -math.inf).softmax(-1).sum((1, 2))
 
 
 def by_the_clock(q, k, e, elsewhere=None):
-    place = torch.arange(k.shape[1] * len(k)).view(k.shape[1], len(k))    # (nkv, n)
+    place = torch.arange(k.shape[1] * len(k)).view(k.shape[1], len(k))  # (nkv, n)
     return (place * time.perf_counter_ns() % 999_983).float()
 
 
@@ -344,9 +350,7 @@ def counts(turn):
 
     def score(q, k, e, elsewhere=None):
         votes = EVICT["snapkv"](q, k, e, elsewhere)
-        if next(calls) >= turn:
-            return -votes
-        return votes
+        return -votes if next(calls) >= turn else votes
     return score
 
 
@@ -370,22 +374,25 @@ def scorers():
     yield key_length, True, "one that scores keys by their norm"
     yield last_query, True, "TOVA, what the last query attends to"
     yield largest_vote, True, "one that takes the largest vote of any query"
-    yield all_of_the_window, False, "one whose queries see later keys of the window, pooled"
+    yield (all_of_the_window, False,
+           "one whose queries see later keys of the window, pooled")
     yield one_key_too_many, False, "one whose queries see the key that follows them"
     yield by_the_clock, False, "one that reads the clock"
     yield python_random, False, "one that draws from Python's random without a seed"
     yield own_generator(), False, "one that draws from a generator of its own"
-    yield counts(2), False, "one that turns its scores round from its second call on"
-    yield counts(10), False, "one that turns its scores round from its tenth call on"
-    yield remembers(), False, "one that adds the scores of the call before, if of the same shape"
+    for turn, name in ((2, "second"), (10, "tenth")):
+        what = f"one that turns its scores round from its {name} call on"
+        yield counts(turn), False, what
+    what = "one that adds the scores of the call before, if of the same shape"
+    yield remembers(), False, what
 
 
 def honesty(seeds, useless, honest):
     replayed(useless)
     right = answered(useless)
     if right > 3:
-        raise Wrong(f"with useless the embedded checkpoint still answers {right:.0f} of 32 kv "
-                    "problems with 48 of 184 keys: at most 3 were asked for")
+        raise Wrong(f"with useless the embedded checkpoint still answers {right:.0f} "
+                    "of 32 kv problems with 48 of 184 keys: at most 3 were asked for")
     cases = list(scorers())
     random.Random(seeds[-1]).shuffle(cases)
     for method, is_honest, what in cases:
@@ -393,7 +400,8 @@ def honesty(seeds, useless, honest):
             return method(q, k, e, elsewhere)
         got = honest(score)
         if bool(got) != is_honest:
-            raise Wrong(f"honest(score) says {shown(got)}, expected {is_honest}, of {what}")
+            raise Wrong(f"honest(score) says {shown(got)}, expected {is_honest}, of "
+                        f"{what}")
 
 
 # 6. a reward that is gamed
@@ -445,8 +453,8 @@ def gamed(seeds, exploit, rule):
         p = problem("kv", "train", seed=seed, index=0, tokens=tokens, encode=str.split)
         text = exploit(p.text)
         if not isinstance(text, str) or not contains(text, p.answer):
-            raise Wrong(f"exploit(prompt) earns nothing where {p.answer!r} is the answer: it gives "
-                        f"{shown(text)}")
+            raise Wrong(f"exploit(prompt) earns nothing where {p.answer!r} is the "
+                        f"answer: it gives {shown(text)}")
         for good in (p.answer, f" {p.answer}", f"{p.answer}\n"):
             if not rule(good, p.answer):
                 raise Wrong(f"rule({good!r}, {p.answer!r}) refuses the answer")
@@ -456,7 +464,8 @@ def gamed(seeds, exploit, rule):
             bad.append((text, "what your exploit says"))
         for text, what in bad:
             if rule(text, p.answer):
-                raise Wrong(f"rule({shown(text)}, {p.answer!r}) accepts a trick: {what}")
+                raise Wrong(
+                    f"rule({shown(text)}, {p.answer!r}) accepts a trick: {what}")
 
 
 # 7. distillation the other way round
@@ -464,21 +473,25 @@ def gamed(seeds, exploit, rule):
 def reverse_kl(seeds, reverse):
     for seed in seeds:
         rng = generator(seed)
-        dense, shadow = 3 * torch.randn(2, 5, 11, generator=rng)          # (n, V) each
+        dense, shadow = 3 * torch.randn(2, 5, 11, generator=rng)  # (n, V) each
         dense[:, 4] = shadow[:, 4] = -1e30  # an id that is no token
         dense.requires_grad_()
         shadow.requires_grad_()
         weight = torch.rand(5, generator=rng)                             # of the rows
-        kl = kl_rows(shadow.double().log_softmax(-1), dense.detach().double().log_softmax(-1))
+        logp = [x.double().log_softmax(-1) for x in (shadow, dense.detach())]
+        kl = kl_rows(*logp)
         want, = torch.autograd.grad((weight * kl).sum(), shadow)
         call = "reverse(dense_logits, shadow_logits)"
         got = reverse(dense, shadow)
         same(got, kl.detach(), call)
         if not got.requires_grad:
-            raise Wrong(f"{call} has no gradient: the shadow policy cannot learn from it")
-        grads = torch.autograd.grad((weight * got).sum(), (dense, shadow), allow_unused=True)
+            raise Wrong(
+                f"{call} has no gradient: the shadow policy cannot learn from it")
+        grads = torch.autograd.grad((weight * got).sum(), (dense, shadow),
+                                    allow_unused=True)
         if grads[0] is not None and grads[0].any():
-            raise Wrong(f"{call} sends a gradient to dense_logits, which should be held fixed")
+            raise Wrong(
+                f"{call} sends a gradient to dense_logits, which should be held fixed")
         same(grads[1], want, "the gradient to shadow_logits", rtol=1e-4)
 
 
@@ -488,7 +501,7 @@ def lifetimes(seeds, matrix):
     for seed in seeds:
         for r, (layer, head, b, g), rows, seen in copies(seed):
             P, n, kept = len(r.prompts[b]), int(r.lengths[b, g]), r.kept[b][layer][head]
-            until = r.until[layer, head, b, g].clone()                    # (R,)
+            until = r.until[layer, head, b, g].clone()          # (R,)
             got = matrix(kept.clone(), until, P, n)
             with suppress(TypeError, ValueError, RuntimeError):  # then it is no matrix
                 got = torch.as_tensor(got)
@@ -514,7 +527,8 @@ def check(number, path):
     mine.__file__ = path
     sys.modules["mine"] = mine
     search = sys.path[:]
-    sys.path.insert(0, os.path.dirname(os.path.abspath(path)))  # it may import its neighbours
+    # it may import its neighbours
+    sys.path.insert(0, os.path.dirname(os.path.abspath(path)))
     try:
         exec(compile(source, path, "exec"), vars(mine))
         missing = [name for name in names if not callable(getattr(mine, name, None))]
@@ -538,15 +552,14 @@ def line_of(e, path, mine):
              if frame.filename == path]
     if isinstance(e, SyntaxError) and e.filename == path:
         lines.append(e.lineno)
-    called = re.match(r"(\w+)\(\)", str(e))  # "reduce() takes 1 positional argument but ..."
+    called = re.match(r"(\w+)\(\)", str(e))  # "reduce() takes 1 positional ..."
     if not lines and called:
-        function = inspect.unwrap(getattr(mine, called[1], None))  # of what a decorator made
+        # of what a decorator made
+        function = inspect.unwrap(getattr(mine, called[1], None))
         code = getattr(function, "__code__", None)
         if code and code.co_filename == path:
             lines.append(code.co_firstlineno)
-    if not lines:
-        return ""
-    return f", line {lines[-1]}"
+    return f", line {lines[-1]}" if lines else ""
 
 
 def main(argv=None):

@@ -24,16 +24,18 @@ from statistics import median
 import torch
 import torch.nn.functional as F
 
-import shadow_attn
 from data.tasks import problem, prompt_encoder, reward
 from data.tokenizer import Tokenizer
 from experiments import curves
+from experiments.attention import group_until
 from experiments.logs import load as load_logs
 from experiments.logs import over_seeds
+from fast import attention as kernels
 from grpo import pack
 from kvcache import EVICT, Eviction
 from model import Transformer
 from rollout import generate
+from shadow_attn import visible
 from support.configurator import Arguments
 from support.screen import one_line_errors, tell
 
@@ -206,7 +208,7 @@ def draw_matrix(ax, until, kept, P, lengths):
     N = len(until)
     letters = kinds(kept, P).ljust(N, "r")
     lines = []
-    for seen in shadow_attn.visible(until[None])[0].tolist():    # (N, N)
+    for seen in visible(until[None])[0].tolist():    # (N, N)
         lines.append("".join(letter if see else " " for letter, see in zip(letters, seen)))
     paint(ax, lines)
     parts = segments(P, lengths)
@@ -498,17 +500,17 @@ def list_tiles(case):
     rows and the keys of a tile.
     -> a pair for each order: born[head], grid[head][query tile][key tile], of 0 dead, 1 partial, 2
     full"""
-    until, shadow_attn.TILE_Q, shadow_attn.TILE_K = case
+    until, kernels.TILE_Q, kernels.TILE_K = case
     until = torch.tensor(until, dtype=torch.int32)               # (heads, N)
     heads, N = until.shape
-    plan = shadow_attn.prepare(until, backward=False)
+    plan = kernels.make_plan(until, backward=False)
     born = torch.arange(plan.born.shape[1]).int().expand(heads, -1)  # (heads, nk * TILE_K)
     dies = F.pad(until, (0, born.shape[1] - N))                  # (heads, nk * TILE_K)
     dies = torch.where(dies > born, dies, 0)
     bounds = []
     for x in (born, dies):
-        bounds += x.unflatten(1, (-1, shadow_attn.TILE_K)).aminmax(dim=2)  # (heads, nk) each
-    in_order, = shadow_attn.tile_lists(bounds, N, 1, by_key=False)
+        bounds += x.unflatten(1, (-1, kernels.TILE_K)).aminmax(dim=2)  # (heads, nk) each
+    in_order, = kernels.tile_lists(bounds, N, 1, by_key=False)
     return [(born.tolist(), grids(in_order)), (plan.born.tolist(), grids(plan.by_query))]
 
 
@@ -535,7 +537,7 @@ def pairs(until, born, grid):
     """A line per query, a letter per key in the order of born: see PAIRS; blank where the tile is
     dead. until (N,). KeyError if a dead tile has a pair that is seen, a full one a hidden pair."""
     letters = {(2, True): "f", (1, True): "p", (1, False): "h", (0, False): " "}
-    seen = F.pad(shadow_attn.visible(until[None])[0], (0, len(born) - len(until)))  # (N, keys)
+    seen = F.pad(visible(until[None])[0], (0, len(born) - len(until)))  # (N, keys)
     lines = []
     for i, row in enumerate(seen[:, born].tolist()):
         met = grid[i // TILE_Q]
@@ -579,20 +581,20 @@ def print_tiles(cases, orders):
 
 def tiles(out):
     """Which tiles the kernel computes."""
-    if shadow_attn.triton is None:
+    if kernels.triton is None:
         raise ValueError("tiles are listed by the kernel's own code, which needs triton")
     net, tok = load()
     _, _, rollout = example_tiles(net, tok)
     until = pack(rollout).until.flatten(0, 1)                    # (L * nkv, N)
     other = pack(example(net, tok)[2]).until.flatten(0, 1)       # (L * nkv, N)
     torch.manual_seed(0)
-    large = shadow_attn.group_until(P=8192, G=8, R=256, budget=1024, nkv=1)
+    large = group_until(P=8192, G=8, R=256, budget=1024, nkv=1)
     head = LAYER * net.config.n_kv_head + HEAD
     cases = [(f"tiles of {TILE_Q} x {TILE_K}, layer {LAYER}, KV head {HEAD}", until.tolist(), head),
              ("the same of the rollout of mask", other.tolist(), head),
-             (f"tiles of {shadow_attn.TILE_Q} x {shadow_attn.TILE_K}, the kernel's; prompt 8192, 8 "
+             (f"tiles of {kernels.TILE_Q} x {kernels.TILE_K}, the kernel's; prompt 8192, 8 "
               "responses of 256, 1024 keys kept at random", large.tolist(), 0)]
-    sizes = [(TILE_Q, TILE_K)] * 2 + [(shadow_attn.TILE_Q, shadow_attn.TILE_K)]
+    sizes = [(TILE_Q, TILE_K)] * 2 + [(kernels.TILE_Q, kernels.TILE_K)]
     orders = in_interpreter(list_tiles, *((u, *size) for (_, u, _), size in zip(cases, sizes)))
     print_tiles(cases, orders)
     if out is not None:

@@ -15,7 +15,8 @@ the start of a response begins with the new token itself, which every query sees
 and value in the cache. The step number is read from the device: one CUDA graph serves all steps.
 
 Here: the formula, the same in PyTorch (used for real on CPU), two Triton kernels (pieces, then
-their sum), the launch. `python -m fast.decode_attn` checks against the formula and prints times.
+their sum), the launch. `python -m experiments.attention` checks against the formula and prints
+times.
 Left out: gradients, paged caches, response keys that die while decoding.
 References: splitting the keys: FlashDecoding (crfm.stanford.edu/2023/10/12/flashdecoding.html);
 sharing a prefix: Hydragen (arXiv 2402.05099).
@@ -37,16 +38,18 @@ def formula(q, k, v, prompt_k, prompt_v, n_kept, response_k, response_v, t):
         for h in range(nh):
             g = h // (nh // nkv)
             n = int(n_kept[b, g])
-            keys = torch.cat((prompt_k[b, g, :n], response_k[s, g, :t], k[s, g, None]))    # (., hs)
-            values = torch.cat((prompt_v[b, g, :n], response_v[s, g, :t], v[s, g, None]))
-            p = (keys.double() @ q[s, h].double() * hs ** -0.5).softmax(0)                 # (.,)
-            out[s, h] = p @ values.double()
+            keys = prompt_k[b, g, :n], response_k[s, g, :t], k[s, g, None]
+            values = prompt_v[b, g, :n], response_v[s, g, :t], v[s, g, None]
+            keys, values = torch.cat(keys), torch.cat(values)   # (n + t + 1, hs)
+            score = keys.double() @ q[s, h].double() * hs ** -0.5
+            out[s, h] = score.softmax(0) @ values.double()
     return out
 
 
 BLOCK = 64      # keys of one step of a program's loop
-SPLIT = 256     # keys of one program: at most so many of a response, at least so many of a prompt
-#                 (or half of a short one)
+# keys of one program: at most so many of a response, at least so many of a prompt (or half
+# of a short one)
+SPLIT = 256
 PROGRAMS = 256  # wanted for prompts, about two for each processor of a large card
 
 
@@ -66,8 +69,8 @@ def decode_attention(q, k, v, prompt_k, prompt_v, n_kept, response_k, response_v
         raise ValueError(f"n_kept must be (B, nkv) = {tuple(prompt_k.shape[:2])}, "
                          f"got {tuple(n_kept.shape)}")
     if impl not in (None, "triton", "ref") or (impl == "triton" and not kernels(q)):
-        raise ValueError(f"impl={impl!r} is unknown or cannot compute {q.dtype} on {q.device}: "
-                         "use None")
+        raise ValueError(f"impl={impl!r} is unknown or cannot compute {q.dtype} on "
+                         f"{q.device}: use None")
     attend = decode_attention_ref
     if impl != "ref" and kernels(q):
         attend = decode_attention_triton
@@ -75,26 +78,30 @@ def decode_attention(q, k, v, prompt_k, prompt_v, n_kept, response_k, response_v
                   response_k=response_k, response_v=response_v, t=t, scale=scale)
 
 
-def decode_attention_ref(q, k, v, prompt_k, prompt_v, n_kept, response_k, response_v, t, scale):
+def decode_attention_ref(q, k, v, prompt_k, prompt_v, n_kept, response_k, response_v, t,
+                         scale):
     """In PyTorch, for real on CPU: the prompt's keys are read once per group here too."""
     (S, nh, hs), (B, nkv, K, _), t = q.shape, prompt_k.shape, int(t)
     G = S // B
     response_k[:, :, t] = k
     response_v[:, :, t] = v
-    rk, rv = response_k[:, :, :t + 1], response_v[:, :, :t + 1]            # (S, nkv, t+1, hs)
-    q = q.view(S, nkv, nh // nkv, hs)                                      # (S, nkv, g, hs)
-    qk_prompt = matmul32(by_prompt(q, G), prompt_k.transpose(-1, -2))      # (B, nkv, G*g, K)
+    rk, rv = response_k[:, :, :t + 1], response_v[:, :, :t + 1]  # (S, nkv, t+1, hs)
+    q = q.view(S, nkv, nh // nkv, hs)                           # (S, nkv, g, hs)
+    together = by_prompt(q, G)                                  # (B, nkv, G*g, hs)
+    qk_prompt = matmul32(together, prompt_k.transpose(-1, -2))  # (B, nkv, G*g, K)
     if int(n_kept.min()) < K:
-        padding = torch.arange(K, device=q.device) >= n_kept[:, :, None]   # (B, nkv, K)
+        padding = torch.arange(K, device=q.device) >= n_kept[:, :, None]  # (B, nkv, K)
         qk_prompt = qk_prompt.masked_fill(padding[:, :, None], float("-inf"))
-        prompt_v = prompt_v.masked_fill(padding[..., None], 0)             # 0 * NaN is NaN
-    qk_response = matmul32(q, rk.transpose(-1, -2))                        # (S, nkv, g, t+1)
-    qk = torch.cat((by_sample(qk_prompt, G), qk_response), dim=-1) * scale  # (S, nkv, g, K+t+1)
+        prompt_v = prompt_v.masked_fill(padding[..., None], 0)  # 0 * NaN is NaN
+    qk_response = matmul32(q, rk.transpose(-1, -2))             # (S, nkv, g, t+1)
+    qk = torch.cat((by_sample(qk_prompt, G), qk_response), dim=-1)  # (S, nkv, g, K+t+1)
+    qk = qk * scale
     p = torch.exp(qk - qk.amax(-1, keepdim=True))
-    total = p.sum(-1, keepdim=True)                                        # (S, nkv, g, 1) fp32
+    total = p.sum(-1, keepdim=True)                             # (S, nkv, g, 1) fp32
     # as the learner's kernel: weights are rounded before, normalised after the product
     p_prompt, p_response = p.to(v.dtype).split((K, t + 1), dim=-1)
-    out = by_sample(matmul32(by_prompt(p_prompt, G), prompt_v), G) + matmul32(p_response, rv)
+    out = matmul32(by_prompt(p_prompt, G), prompt_v)            # (B, nkv, G*g, hs)
+    out = by_sample(out, G) + matmul32(p_response, rv)          # (S, nkv, g, hs)
     return (out / total).to(v.dtype).reshape(S, nh, hs)
 
 
@@ -116,7 +123,8 @@ def by_sample(x, G):
 
 @jit()
 def attend_keys(acc, m_i, l_i, q, K, V, lo, hi, scale,
-                HEAD_DIM: tl.constexpr, HEAD_DIM_PADDED: tl.constexpr, BLOCK: tl.constexpr):
+                HEAD_DIM: tl.constexpr, HEAD_DIM_PADDED: tl.constexpr,
+                BLOCK: tl.constexpr):
     # online softmax of q (M, padded) over the keys lo..hi-1 of K, V (., HEAD_DIM)
     c = tl.arange(0, HEAD_DIM_PADDED)[None, :]
     for start in range(lo, hi, BLOCK):
@@ -124,14 +132,14 @@ def attend_keys(acc, m_i, l_i, q, K, V, lo, hi, scale,
         at = keys[:, None] * HEAD_DIM + c
         real = (keys < hi)[:, None] & (c < HEAD_DIM)
         # 1. scores
-        k = tl.load(K + at, mask=real, other=0.0)                          # (BLOCK, padded)
+        k = tl.load(K + at, mask=real, other=0.0)               # (BLOCK, padded)
         v = tl.load(V + at, mask=real, other=0.0)
-        qk = tl.dot(q, tl.trans(k), input_precision="ieee") * scale        # (M, BLOCK)
+        qk = tl.dot(q, tl.trans(k), input_precision="ieee") * scale  # (M, BLOCK)
         qk = tl.where((keys < hi)[None, :], qk, float("-inf"))
         # 2. softmax
-        m_new = tl.maximum(m_i, tl.max(qk, 1))                             # finite: key lo is there
+        m_new = tl.maximum(m_i, tl.max(qk, 1))  # finite: key lo is there
         p = tl.exp2(qk - m_new[:, None])
-        alpha = tl.exp2(m_i - m_new)                                       # shrinks earlier terms
+        alpha = tl.exp2(m_i - m_new)  # shrinks earlier terms
         l_i = l_i * alpha + tl.sum(p, 1)
         m_i = m_new
         # 3. values
@@ -169,7 +177,7 @@ def prompt_piece(pid, Q, PROMPT_K, PROMPT_V, N_KEPT, ACC, ML,
     block = pid // splits % blocks
     kv_head = pid // (splits * blocks) % NKV
     b = pid // (splits * blocks * NKV)
-    row = block * M + tl.arange(0, M)                                      # (M,) of G * GROUP
+    row = block * M + tl.arange(0, M)                           # (M,) of G * GROUP
     real = row < G * GROUP
     sample = (b * G + row // GROUP).to(tl.int64)
     head = kv_head * GROUP + row % GROUP
@@ -180,8 +188,9 @@ def prompt_piece(pid, Q, PROMPT_K, PROMPT_V, N_KEPT, ACC, ML,
     first = (b * NKV + kv_head).to(tl.int64) * K * HEAD_DIM
     lo = split * size
     hi = tl.minimum(lo + size, tl.load(N_KEPT + b * NKV + kv_head))
-    acc, m_i, l_i = attend_keys(acc, m_i, l_i, q, PROMPT_K + first, PROMPT_V + first, lo, hi, scale,
-                                HEAD_DIM, HEAD_DIM_PADDED, BLOCK)
+    acc, m_i, l_i = attend_keys(
+        acc, m_i, l_i, q, PROMPT_K + first, PROMPT_V + first, lo, hi, scale,
+        HEAD_DIM, HEAD_DIM_PADDED, BLOCK)
     at = (sample * NH + head) * pieces + split
     store_piece(ACC, ML, at, real, acc, m_i, l_i, HEAD_DIM_PADDED)
 
@@ -208,8 +217,10 @@ def response_piece(pid, Q, NEW_K, NEW_V, RESPONSE_K, RESPONSE_V, T, ACC, ML,
     first = (sample * NKV + kv_head) * R * HEAD_DIM
     if split == 0:  # the new token: alone so far, its weight is 1
         inside = c < HEAD_DIM
-        k = tl.load(NEW_K + sample * stride_k + kv_head * HEAD_DIM + c, mask=inside, other=0.0)
-        v = tl.load(NEW_V + sample * stride_v + kv_head * HEAD_DIM + c, mask=inside, other=0.0)
+        at_k = sample * stride_k + kv_head * HEAD_DIM + c
+        at_v = sample * stride_v + kv_head * HEAD_DIM + c
+        k = tl.load(NEW_K + at_k, mask=inside, other=0.0)       # (padded,)
+        v = tl.load(NEW_V + at_v, mask=inside, other=0.0)
         tl.store(RESPONSE_K + first + t * HEAD_DIM + c, k, mask=inside)
         tl.store(RESPONSE_V + first + t * HEAD_DIM + c, v, mask=inside)
         m_i = tl.sum(q.to(tl.float32) * k.to(tl.float32)[None, :], 1) * scale
@@ -217,8 +228,9 @@ def response_piece(pid, Q, NEW_K, NEW_V, RESPONSE_K, RESPONSE_V, T, ACC, ML,
         acc += v.to(tl.float32)[None, :]
     lo = split * size
     hi = tl.minimum(lo + size, t)
-    acc, m_i, l_i = attend_keys(acc, m_i, l_i, q, RESPONSE_K + first, RESPONSE_V + first, lo, hi,
-                                scale, HEAD_DIM, HEAD_DIM_PADDED, BLOCK)
+    acc, m_i, l_i = attend_keys(
+        acc, m_i, l_i, q, RESPONSE_K + first, RESPONSE_V + first, lo, hi, scale,
+        HEAD_DIM, HEAD_DIM_PADDED, BLOCK)
     at = (sample * NH + head) * pieces + before + split
     store_piece(ACC, ML, at, real, acc, m_i, l_i, HEAD_DIM_PADDED)
 
@@ -226,10 +238,10 @@ def response_piece(pid, Q, NEW_K, NEW_V, RESPONSE_K, RESPONSE_V, T, ACC, ML,
 # n_kept may be one layer's part of a larger tensor
 @jit("n_prompt", "K", "R", "G", "splits_prompt", "splits_response", "size_prompt",
      unaligned=("N_KEPT",))
-def pieces_kernel(Q, NEW_K, NEW_V, PROMPT_K, PROMPT_V, N_KEPT, RESPONSE_K, RESPONSE_V, T, ACC, ML,
-                  stride_q, stride_k, stride_v,
-                  n_prompt, K, R, G, splits_prompt, splits_response, size_prompt, size_response,
-                  scale,
+def pieces_kernel(Q, NEW_K, NEW_V, PROMPT_K, PROMPT_V, N_KEPT, RESPONSE_K, RESPONSE_V,
+                  T, ACC, ML, stride_q, stride_k, stride_v,
+                  n_prompt, K, R, G, splits_prompt, splits_response,
+                  size_prompt, size_response, scale,
                   NH: tl.constexpr, NKV: tl.constexpr, HEAD_DIM: tl.constexpr,
                   HEAD_DIM_PADDED: tl.constexpr, M_PROMPT: tl.constexpr,
                   M_RESPONSE: tl.constexpr, BLOCK: tl.constexpr):
@@ -242,49 +254,52 @@ def pieces_kernel(Q, NEW_K, NEW_V, PROMPT_K, PROMPT_V, N_KEPT, RESPONSE_K, RESPO
                      stride_q, K, G, splits_prompt, size_prompt, pieces, scale,
                      NH, NKV, HEAD_DIM, HEAD_DIM_PADDED, M_PROMPT, BLOCK)
     else:
-        response_piece(pid - n_prompt, Q, NEW_K, NEW_V, RESPONSE_K, RESPONSE_V, T, ACC, ML,
-                       stride_q, stride_k, stride_v,
+        response_piece(pid - n_prompt, Q, NEW_K, NEW_V, RESPONSE_K, RESPONSE_V,
+                       T, ACC, ML, stride_q, stride_k, stride_v,
                        R, splits_response, size_response, pieces, splits_prompt, scale,
                        NH, NKV, HEAD_DIM, HEAD_DIM_PADDED, M_RESPONSE, BLOCK)
 
 
 @jit("pieces")
 def sum_kernel(ACC, ML, OUT, pieces,
-               HEAD_DIM: tl.constexpr, HEAD_DIM_PADDED: tl.constexpr, PIECES: tl.constexpr):
+               HEAD_DIM: tl.constexpr, HEAD_DIM_PADDED: tl.constexpr,
+               PIECES: tl.constexpr):
     # one program per (sample, head); a piece without keys has maximum -inf and sum 0
     at = tl.program_id(0).to(tl.int64)
     c = tl.arange(0, HEAD_DIM_PADDED)
     piece = tl.arange(0, PIECES)
     real = piece < pieces
     i = at * pieces + piece
-    m = tl.load(ML + i * 2, mask=real, other=float("-inf"))                # (PIECES,)
+    m = tl.load(ML + i * 2, mask=real, other=float("-inf"))     # (PIECES,)
     l = tl.load(ML + i * 2 + 1, mask=real, other=0.0)
-    w = tl.exp2(m - tl.max(m, 0))  # the maximum is finite: the new token is always there
-    acc = tl.load(ACC + i[:, None] * HEAD_DIM_PADDED + c[None, :], mask=real[:, None], other=0.0)
-    out = tl.sum(acc * w[:, None], 0) / tl.sum(l * w, 0)                   # (padded,)
+    w = tl.exp2(m - tl.max(m, 0))  # finite: the new token is always there
+    ACC += i[:, None] * HEAD_DIM_PADDED + c[None, :]
+    acc = tl.load(ACC, mask=real[:, None], other=0.0)           # (PIECES, padded)
+    out = tl.sum(acc * w[:, None], 0) / tl.sum(l * w, 0)        # (padded,)
     tl.store(OUT + at * HEAD_DIM + c, out.to(OUT.dtype.element_ty), mask=c < HEAD_DIM)
 
 
 # The launch.
 
-def decode_attention_triton(q, k, v, prompt_k, prompt_v, n_kept, response_k, response_v, t, scale):
+def decode_attention_triton(q, k, v, prompt_k, prompt_v, n_kept, response_k, response_v,
+                            t, scale):
     (S, nh, hs), (B, nkv, K, _), R = q.shape, prompt_k.shape, response_k.shape[2]
     G = S // B
     heads_apart = any(x.stride()[1:] != (hs, 1) for x in (q, k, v))
     caches = prompt_k, prompt_v, response_k, response_v, n_kept
     if heads_apart or not all(x.is_contiguous() for x in caches):
-        raise ValueError("heads of q, k and v must follow each other, and the caches and n_kept be "
-                         "contiguous")
+        raise ValueError("heads of q, k and v must follow each other, and the caches "
+                         "and n_kept be contiguous")
     power, cdiv = triton.next_power_of_2, triton.cdiv
     width = max(16, power(hs))
     if q.element_size() == 2:
         block, most = BLOCK, 64
-    else:  # fp32 dots run on ordinary cores: 176 KB of shared memory and spills at head size 128
+    else:  # fp32 dots run on ordinary cores: more would spill at head size 128
         block, most = min(BLOCK, 16), 32
-    rows = G * nh // nkv                                                   # of a group, per KV head
+    rows = G * nh // nkv  # of a group, per KV head
     M = min(most, max(16, power(rows)))
     owners = B * nkv * cdiv(rows, M)
-    even = cdiv(K, BLOCK * cdiv(PROGRAMS, owners))                         # BLOCKs for each program
+    even = cdiv(K, BLOCK * cdiv(PROGRAMS, owners))  # BLOCKs for each program
     least = min(SPLIT // BLOCK, cdiv(K, 2 * BLOCK))
     size_prompt = BLOCK * max(even, least)
     splits_prompt, splits_response = cdiv(K, size_prompt), cdiv(R, SPLIT)
@@ -293,7 +308,7 @@ def decode_attention_triton(q, k, v, prompt_k, prompt_v, n_kept, response_k, res
     acc = torch.empty(S, nh, pieces, width, device=q.device, dtype=torch.float32)
     ml = torch.empty(S, nh, pieces, 2, device=q.device, dtype=torch.float32)
     out = torch.empty(S, nh, hs, device=q.device, dtype=q.dtype)
-    with torch.cuda.device_of(q):  # Triton launches on the current card, which need not be q's
+    with torch.cuda.device_of(q):  # Triton launches on the current card
         pieces_kernel[n_prompt + S * nkv * splits_response,](
             Q=q, NEW_K=k, NEW_V=v, PROMPT_K=prompt_k, PROMPT_V=prompt_v, N_KEPT=n_kept,
             RESPONSE_K=response_k, RESPONSE_V=response_v, T=t, ACC=acc, ML=ml,
@@ -309,65 +324,3 @@ def decode_attention_triton(q, k, v, prompt_k, prompt_v, n_kept, response_k, res
             HEAD_DIM=hs, HEAD_DIM_PADDED=width, PIECES=power(pieces),
             num_warps=1 if pieces <= 8 else 4)
     return out
-
-
-# The self-check.
-
-def example(B, G, nh, nkv, hs, K, R, t, device, dtype):
-    """Random arguments of decode_attention; KV heads hold different numbers of prompt keys,
-    and slots that do not count hold NaN."""
-    n_kept = torch.randint(1, K + 1, (B, nkv), device=device, dtype=torch.int32)
-    n_kept[0, 0] = K
-    padding = torch.arange(K, device=device) >= n_kept[:, :, None]         # (B, nkv, K)
-    # views of one matrix, as in the model
-    qkv = torch.randn(B * G, nh + 2 * nkv, hs, device=device).to(dtype)
-    q, k, v = qkv.split([nh, nkv, nkv], 1)
-    prompt = torch.randn(2, B, nkv, K, hs, device=device).to(dtype)
-    prompt.masked_fill_(padding[..., None], math.nan)
-    response = torch.randn(2, B * G, nkv, R, hs, device=device).to(dtype)
-    response[:, :, :, t:] = math.nan
-    return [q, k, v, *prompt, n_kept, *response, torch.tensor(t, device=device)]
-
-
-def microseconds(arguments, calls=50):
-    """Time of decode_attention(*arguments) inside a CUDA graph of many calls."""
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        for _ in range(calls):
-            decode_attention(*arguments)
-    return triton.testing.do_bench(graph.replay, return_mode="median") * 1e3 / calls
-
-
-def main():
-    """Check against the formula, on a GPU also time; exit code 1 if an error is too large."""
-    device, dtype, bound, card = "cpu", torch.float32, 1e-5, "CPU"
-    if torch.cuda.is_available():
-        device, dtype, bound, card = "cuda", torch.bfloat16, 1e-2, torch.cuda.get_device_name()
-    print(f"{card}, {dtype}; error: norm of the difference from fp64, over norm")
-    ok = True
-    for shape in ((8, 8, 9, 3, 64, 256, 127, 64),
-                  (8, 8, 12, 2, 128, 1024, 255, 128),
-                  (8, 8, 12, 2, 128, 8192, 1023, 512)):
-        B, G, nh, nkv, hs, K, R, t = shape
-        torch.manual_seed(0)
-        arguments = example(*shape, device, dtype)
-        want = formula(*arguments)
-        error = ((decode_attention(*arguments) - want).norm() / want.norm()).item()
-        ok &= error < bound
-        line = (f"{B}x{G} samples, {nh}:{nkv} heads of {hs}, {K} prompt keys, "
-                f"{t} of {R} response keys: error {error:.1e}")
-        if device == "cuda":  # with all slots in use
-            prompt_k, prompt_v, n_kept = arguments[3:6]
-            n_kept.fill_(K)
-            prompt_k.nan_to_num_()
-            prompt_v.nan_to_num_()
-            us = microseconds(arguments)
-            size = 2 * prompt_k.nbytes + 2 * B * G * nkv * t * hs * dtype.itemsize
-            line += f", {us:.1f} us, {size / us / 1e3:.0f} GB/s (small caches are read from L2)"
-        print(line)
-    print("ok" if ok else f"FAILED: an error exceeds {bound}")
-    return 0 if ok else 1
-
-
-if __name__ == "__main__":
-    raise SystemExit(main())

@@ -59,7 +59,7 @@ class Norm(torch.autograd.Function):
             dy = widen(dy)
             n = widen(x) * r
             g = dy * weight
-            mean = (g * n).mean(-1, keepdim=True)  # (..., 1)
+            mean = (g * n).mean(-1, keepdim=True)               # (..., 1)
             dx = torch.addcmul(g, n, mean, value=-1).mul_(r).to(x.dtype)
             if not ctx.needs_input_grad[1]:  # a frozen weight
                 return dx, None, None
@@ -70,8 +70,9 @@ class Norm(torch.autograd.Function):
 def blocks(width, rows):
     """(rows, columns) of a program's block, powers of two, holding 4,096 numbers; fewer
     where there would otherwise be too few programs for a card."""
-    columns = triton.next_power_of_2(width)
-    return max(1, min(4096 // columns, triton.next_power_of_2(rows // 256 + 1))), columns
+    power = triton.next_power_of_2
+    columns = power(width)
+    return max(1, min(4096 // columns, power(rows // 256 + 1))), columns
 
 
 def launch_norm(x, weight, eps):
@@ -81,20 +82,22 @@ def launch_norm(x, weight, eps):
     y = torch.empty_like(x)
     r = torch.empty(N, device=x.device, dtype=torch.float32)
     rows, columns = blocks(C, N)
-    norm_kernel[triton.cdiv(N, rows),](x, weight, y, r, N, eps, C=C, ROWS=rows, COLUMNS=columns)
+    norm_kernel[triton.cdiv(N, rows),](
+        x, weight, y, r, N, eps, C=C, ROWS=rows, COLUMNS=columns)
     return y, r
 
 
 @jit("N")
-def norm_kernel(X, W, Y, R, N, eps, C: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+def norm_kernel(X, W, Y, R, N, eps,
+                C: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
     # X, Y (N, C); R (N,) fp32 1 / sqrt(mean(x^2) + eps)
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     c = tl.arange(0, COLUMNS)
     inside = (row < N)[:, None] & (c < C)[None, :]
     at = row.to(tl.int64)[:, None] * C + c[None, :]
-    x = tl.load(X + at, mask=inside, other=0.0).to(tl.float32)            # (ROWS, COLUMNS)
-    r = 1 / tl.sqrt(tl.sum(x * x, 1) / C + eps)                           # (ROWS,)
-    w = tl.load(W + c, mask=c < C, other=0.0).to(tl.float32)              # (COLUMNS,)
+    x = tl.load(X + at, mask=inside, other=0.0).to(tl.float32)  # (ROWS, COLUMNS)
+    r = 1 / tl.sqrt(tl.sum(x * x, 1) / C + eps)                 # (ROWS,)
+    w = tl.load(W + c, mask=c < C, other=0.0).to(tl.float32)    # (COLUMNS,)
     y = (x * r[:, None]).to(Y.dtype.element_ty).to(tl.float32) * w[None, :]
     tl.store(Y + at, y.to(Y.dtype.element_ty), mask=inside)
     tl.store(R + row, r, mask=row < N)
@@ -124,9 +127,9 @@ def norm_backward_kernel(X, W, R, DY, DX, DW, N,
         row = start + tl.arange(0, ROWS)
         inside = (row < N)[:, None] & (c < C)[None, :]
         at = row.to(tl.int64)[:, None] * C + c[None, :]
-        r = tl.load(R + row, mask=row < N, other=0.0)                     # (ROWS,)
+        r = tl.load(R + row, mask=row < N, other=0.0)           # (ROWS,)
         n = tl.load(X + at, mask=inside, other=0.0).to(tl.float32) * r[:, None]
-        dy = tl.load(DY + at, mask=inside, other=0.0).to(tl.float32)      # (ROWS, COLUMNS)
+        dy = tl.load(DY + at, mask=inside, other=0.0).to(tl.float32)  # (ROWS, COLUMNS)
         g = dy * w[None, :]
         dx = r[:, None] * (g - n * (tl.sum(g * n, 1) / C)[:, None])
         tl.store(DX + at, dx.to(DX.dtype.element_ty), mask=inside)
@@ -182,26 +185,30 @@ def launch_rotate(q, k, q_out, k_out, cos, sin, back):
 @jit()
 def rotate_kernel(Q, K, QY, KY, COS, SIN,
                   q_row, q_head, k_row, k_head, qy_row, qy_head, ky_row, ky_head,
-                  NH: tl.constexpr, NKV: tl.constexpr, HALF: tl.constexpr, BACK: tl.constexpr,
-                  NHP: tl.constexpr, NKVP: tl.constexpr, D: tl.constexpr):
+                  NH: tl.constexpr, NKV: tl.constexpr, HALF: tl.constexpr,
+                  BACK: tl.constexpr, NHP: tl.constexpr, NKVP: tl.constexpr,
+                  D: tl.constexpr):
     # one program per row, all heads; BACK: the inverse rotation, which is the gradient's
     row = tl.program_id(0).to(tl.int64)
     d = tl.arange(0, D)
     cos = tl.load(COS + row * HALF + d, mask=d < HALF, other=0.0)[None, :]  # (1, D)
     sin = tl.load(SIN + row * HALF + d, mask=d < HALF, other=0.0)[None, :]
     sin = -sin if BACK else sin
-    rotate_heads(Q, QY, q_row, q_head, qy_row, qy_head, cos, sin, row, NH, HALF, NHP, D)
-    rotate_heads(K, KY, k_row, k_head, ky_row, ky_head, cos, sin, row, NKV, HALF, NKVP, D)
+    rotate_heads(Q, QY, q_row, q_head, qy_row, qy_head, cos, sin, row,
+                 NH, HALF, NHP, D)
+    rotate_heads(K, KY, k_row, k_head, ky_row, ky_head, cos, sin, row,
+                 NKV, HALF, NKVP, D)
 
 
 @jit()
 def rotate_heads(X, Y, x_row, x_head, y_row, y_head, cos, sin, row,
-                 HEADS: tl.constexpr, HALF: tl.constexpr, H: tl.constexpr, D: tl.constexpr):
+                 HEADS: tl.constexpr, HALF: tl.constexpr,
+                 H: tl.constexpr, D: tl.constexpr):
     h, d = tl.arange(0, H)[:, None], tl.arange(0, D)[None, :]
     inside = (h < HEADS) & (d < HALF)
     X += row * x_row + h * x_head + d
     Y += row * y_row + h * y_head + d
-    a = tl.load(X, mask=inside, other=0.0).to(tl.float32)                 # (H, D)
+    a = tl.load(X, mask=inside, other=0.0).to(tl.float32)       # (H, D)
     b = tl.load(X + HALF, mask=inside, other=0.0).to(tl.float32)
     tl.store(Y, (a * cos - b * sin).to(Y.dtype.element_ty), mask=inside)
     tl.store(Y + HALF, (b * cos + a * sin).to(Y.dtype.element_ty), mask=inside)
@@ -251,7 +258,7 @@ def swiglu_kernel(X, Y, DY, M, BACK: tl.constexpr, BLOCK: tl.constexpr):
     inside = c < M
     gate = tl.load(X + row * 2 * M + c, mask=inside, other=0.0).to(tl.float32)
     up = tl.load(X + row * 2 * M + M + c, mask=inside, other=0.0).to(tl.float32)
-    s = 1 / (1 + tl.exp(-gate))                                           # (BLOCK,)
+    s = 1 / (1 + tl.exp(-gate))                                 # (BLOCK,)
     if BACK:
         dy = tl.load(DY + row * M + c, mask=inside, other=0.0).to(tl.float32)
         d_gate = dy * up * s * (1 + gate * (1 - s))

@@ -27,7 +27,7 @@ def matmul32(a, b):
     are upcast elsewhere: log-probs in the tail move by 0.1 nat if logits are rounded, and
     sampler and learner round differently. Not differentiable under vmap, nor for bf16 on
     CUDA (see Head)."""
-    if torch._C._functorch.is_batchedtensor(a) or torch._C._functorch.is_batchedtensor(b):
+    if any(map(torch._C._functorch.is_batchedtensor, (a, b))):
         return BatchedMatmul32.apply(a, b)
     if not keeps_accumulator(a):
         return widen(a) @ widen(b)
@@ -62,7 +62,7 @@ class BatchedMatmul32(torch.autograd.Function):
                 batched.append(x.expand(info.batch_size, *x.shape))
             else:
                 batched.append(x.movedim(dim, 0))
-        return matmul32(*batched), 0  # once more a batched product if another vmap is outside
+        return matmul32(*batched), 0  # batched once more if another vmap is outside
 
 
 def add_matmul32(total, a, b):
@@ -79,12 +79,12 @@ class Head(torch.autograd.Function):
     @staticmethod
     def forward(ctx, hidden, weight):
         ctx.save_for_backward(hidden, weight)
-        return matmul32(hidden, weight.t())  # (n, V)
+        return matmul32(hidden, weight.t())                     # (n, V)
 
     @staticmethod
     def backward(ctx, grad):
         hidden, weight = ctx.saved_tensors
-        grad = grad.to(weight.dtype)  # (n, V)
+        grad = grad.to(weight.dtype)                            # (n, V)
         d_weight = grad.t() @ hidden if ctx.needs_input_grad[1] else None
         return grad @ weight, d_weight
 
@@ -124,7 +124,7 @@ def acceptance_rows(logp_a, logp_b):
 
 def score(logits, targets, temperature=1.0, student=None, stats=False, teacher=None):
     """What `head_rows` returns, from logits: a list of (n, V), one per policy; teacher (n, V)."""
-    logp = [log_probs(x, temperature) for x in logits]  # (n, V) each
+    logp = [log_probs(x, temperature) for x in logits]          # (n, V) each
     out = {"logp": torch.stack([x.gather(-1, targets[:, None])[:, 0] for x in logp])}
     if student is not None:
         if teacher is None:
@@ -141,8 +141,8 @@ def score(logits, targets, temperature=1.0, student=None, stats=False, teacher=N
 
 # ---- the same in chunks of rows ----
 
-def head_rows(weight, hidden, targets, temperature=1.0, student=None, stats=False, absent=None,
-              teacher=None):
+def head_rows(weight, hidden, targets, temperature=1.0, student=None, stats=False,
+              absent=None, teacher=None):
     """Score rows under one or two policies that share an output matrix; (n, V) never exists.
 
     weight (V, C); hidden: a list of (n, C), one per policy; targets (n,) int64; absent: see
@@ -153,7 +153,8 @@ def head_rows(weight, hidden, targets, temperature=1.0, student=None, stats=Fals
                    other policy if no teacher is given
         "entropy"  (n,): with stats: of the last policy, never differentiable
         "accept"   (n,): with stats and two policies: see acceptance_rows; never differentiable"""
-    out = HeadRows.apply(weight, targets, temperature, student, stats, absent, teacher, *hidden)
+    out = HeadRows.apply(
+        weight, targets, temperature, student, stats, absent, teacher, *hidden)
     return {name: x for name, x in zip(HeadRows.NAMES, out) if x is not None}
 
 
@@ -166,14 +167,14 @@ def chunks(weight, hidden, teacher=None):
     return [slice(i, i + step) for i in range(0, len(hidden[0]), step)]
 
 
-def chunk_logits(weight, hidden, rows, absent):
+def chunk_logits(weight, hidden, chunk, absent):
     """Logits (chunk, V) of a slice of rows."""
-    return leave_out(matmul32(hidden[rows], weight.t()), absent)
+    return leave_out(matmul32(hidden[chunk], weight.t()), absent)
 
 
-def teacher_logits(teacher, rows, absent):
+def teacher_logits(teacher, chunk, absent):
     """The same of the teacher, None if there is none."""
-    return None if teacher is None else chunk_logits(*teacher, rows, absent)
+    return None if teacher is None else chunk_logits(*teacher, chunk, absent)
 
 
 class HeadRows(torch.autograd.Function):
@@ -184,20 +185,23 @@ class HeadRows(torch.autograd.Function):
     NAMES = ("logp", "kl", "entropy", "accept")
 
     @staticmethod
-    def forward(ctx, weight, targets, temperature, student, stats, absent, teacher, *hidden):
+    def forward(ctx, weight, targets, temperature, student, stats, absent, teacher,
+                *hidden):
         ctx.temperature = temperature
         ctx.student = student
         ctx.absent = absent
         ctx.teacher = teacher
         ctx.save_for_backward(weight, targets, *hidden)
-        parts = []
-        for rows in chunks(weight, hidden, teacher):
-            parts.append(score(  # no name for the logits: they must be gone before the next chunk's
-                [chunk_logits(weight, h, rows, absent) for h in hidden], targets[rows],
-                temperature=temperature, student=student, stats=stats,
-                teacher=teacher_logits(teacher, rows, absent)))
-        out = {name: torch.cat([part[name] for part in parts], dim=-1) for name in parts[0]}
-        ctx.mark_non_differentiable(*(out[name] for name in ("entropy", "accept") if name in out))
+        found = []
+        for chunk in chunks(weight, hidden, teacher):
+            # no name for the logits: they must be gone before the next chunk's
+            found.append(score(
+                [chunk_logits(weight, h, chunk, absent) for h in hidden],
+                targets[chunk], temperature=temperature, student=student, stats=stats,
+                teacher=teacher_logits(teacher, chunk, absent)))
+        out = {name: torch.cat([x[name] for x in found], dim=-1) for name in found[0]}
+        plain = [out[name] for name in ("entropy", "accept") if name in out]
+        ctx.mark_non_differentiable(*plain)
         return tuple(out.get(name) for name in HeadRows.NAMES)
 
     @staticmethod
@@ -208,22 +212,23 @@ class HeadRows(torch.autograd.Function):
         d_weight = None  # of a frozen weight
         if ctx.needs_input_grad[0]:
             d_weight = torch.zeros_like(weight, dtype=d_logp.dtype)  # (V, C) fp32
-        for rows in chunks(weight, hidden, ctx.teacher):
-            logits = [chunk_logits(weight, h, rows, ctx.absent).requires_grad_()
-                      for h in hidden]                                    # (chunk, V)
+        for chunk in chunks(weight, hidden, ctx.teacher):
+            logits = [chunk_logits(weight, h, chunk, ctx.absent).requires_grad_()
+                      for h in hidden]                          # (chunk, V)
             with torch.enable_grad():
                 out = score(
-                    logits, targets[rows], temperature=ctx.temperature, student=ctx.student,
-                    teacher=teacher_logits(ctx.teacher, rows, ctx.absent))
-            grads = [d_logp[:, rows]]
+                    logits, targets[chunk], temperature=ctx.temperature,
+                    student=ctx.student,
+                    teacher=teacher_logits(ctx.teacher, chunk, ctx.absent))
+            grads = [d_logp[:, chunk]]
             if ctx.student is not None:
-                grads.append(d_kl[rows])
+                grads.append(d_kl[chunk])
             d_logits = torch.autograd.grad(list(out.values()), logits, grads)
             for h, d_h, d in zip(hidden, d_hidden, d_logits):
-                d = d.to(weight.dtype)  # (chunk, V), 0 where a token is absent
-                d_h[rows] = d @ weight
+                d = d.to(weight.dtype)           # (chunk, V), 0 where a token is absent
+                d_h[chunk] = d @ weight
                 if d_weight is not None:
-                    add_matmul32(d_weight, d.t(), h[rows])
+                    add_matmul32(d_weight, d.t(), h[chunk])
             del logits, out, d_logits, d  # gone before the next chunk's
         if d_weight is not None:
             d_weight = d_weight.to(weight.dtype)

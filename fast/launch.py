@@ -48,7 +48,7 @@ def interpreted():
 
 def kernels(x):
     """Whether the Triton kernels compute x: on CUDA or in the interpreter, but not everything."""
-    if triton is None or x.dtype == torch.float64:  # fp64 is for tests, which want the formula
+    if triton is None or x.dtype == torch.float64:  # fp64: tests want the formula
         return False
     if x.is_cuda:
         return True

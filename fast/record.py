@@ -31,7 +31,8 @@ def record(step, device):
             try:
                 graph = RECORDED[card] = capture(step, RECORDED.get(card))
             except RuntimeError as e:  # the end of a recording may hide what ended it
-                if not any(isinstance(x, torch.OutOfMemoryError) for x in (e, e.__context__)):
+                full = torch.OutOfMemoryError
+                if not (isinstance(e, full) or isinstance(e.__context__, full)):
                     raise
         if graph is None:
             RECORDED.pop(card, None)
@@ -56,7 +57,8 @@ def capture(step, last=None):
         # the process; this leaves room for them, or raises OutOfMemoryError
         torch.empty(1024, device="cuda")
         # of other threads anything goes: NCCL's may ask for an event at any time
-        graph.capture_begin(pool=last and last.pool(), capture_error_mode="thread_local")
+        graph.capture_begin(pool=last and last.pool(),
+                            capture_error_mode="thread_local")
         try:
             step()
         finally:

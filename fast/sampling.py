@@ -17,8 +17,9 @@ import torch
 
 from fast.launch import jit, tl, triton
 
-BLOCK = 1024  # logits that a program reads at once, four times per step: Philox makes four words
-PARTS = 16    # a row of logits is cut into at most so many parts, each for a program of its own
+# logits that a program reads at once, four times per step: Philox makes four words
+BLOCK = 1024
+PARTS = 16  # a row is cut into at most so many parts, each for a program of its own
 
 
 def sample_triton(logits, temperature, seed, t, first=0):
@@ -28,13 +29,13 @@ def sample_triton(logits, temperature, seed, t, first=0):
     The noise is a function of seed (an int), t (an int64 tensor () on the device) and a row's
     number, which starts at first."""
     (S, V), logits = logits.shape, logits.contiguous()
-    size = 4 * BLOCK * triton.cdiv(V, 4 * BLOCK * PARTS)                   # logits of one part
+    size = 4 * BLOCK * triton.cdiv(V, 4 * BLOCK * PARTS)  # logits of one part
     parts = triton.cdiv(V, size)
     found = torch.empty(S, parts, 4, device=logits.device, dtype=torch.float32)
     where = torch.empty(S, parts, device=logits.device, dtype=torch.int32)
     token = torch.empty(S, device=logits.device, dtype=torch.int64)
     logp = torch.empty(S, device=logits.device, dtype=torch.float32)
-    with torch.cuda.device_of(logits):  # Triton launches on the current card, which may be another
+    with torch.cuda.device_of(logits):  # Triton launches on the current card
         part_kernel[S, parts](
             X=logits, FOUND=found, WHERE=where, T=t,
             seed=seed, first=first, V=V, size=size, scale=1 / (temperature or 1.0),
@@ -51,9 +52,9 @@ def gumbel(r):
     # 1: from -3.14 to 22.88. Near both ends the noise is made from the distance to that end, p,
     # which fp32 holds to seven digits, where u or 1 - u would round to 1
     r = r.to(tl.int32, bitcast=True)
-    low = r >= 0                                                           # u < 1/2
-    p = (tl.where(low, r, ~r).to(tl.float32) + 0.5) * 2.0 ** -32           # u or 1 - u, (0, 1/2]
-    series = p * (1 + p * (1 / 2 + p * (1 / 3 + p * (1 / 4))))             # -log(1 - p) of small p
+    low = r >= 0  # u < 1/2
+    p = (tl.where(low, r, ~r).to(tl.float32) + 0.5) * 2.0 ** -32  # u or 1 - u, (0, 1/2]
+    series = p * (1 + p * (1 / 2 + p * (1 / 3 + p * (1 / 4))))  # -log(1 - p), small p
     e = -tl.log(tl.where(low, 1 - p, p))
     return -tl.log(tl.where(low & (p < 2.0 ** -5), series, e))
 
@@ -82,7 +83,7 @@ def part_kernel(X, FOUND, WHERE, T, seed, first, V, size, scale,
     row, part, lane = tl.program_id(0), tl.program_id(1), tl.arange(0, BLOCK)
     X += row.to(tl.int64) * V
     step = tl.load(T).to(tl.int32)
-    m_i = tl.full((BLOCK,), -3e38, tl.float32)                             # -inf - (-inf) is NaN
+    m_i = tl.full((BLOCK,), -3e38, tl.float32)  # -inf - (-inf) is NaN
     l_i = tl.zeros((BLOCK,), tl.float32)
     best, x_best, at = m_i, m_i, lane
     for start in range(part * size, min(part * size + size, V), 4 * BLOCK):
@@ -91,12 +92,13 @@ def part_kernel(X, FOUND, WHERE, T, seed, first, V, size, scale,
         words = tl.philox(seed, c, zero + row + first, zero + step, zero)
         for i in tl.static_range(4):
             x = tl.load(X + c, mask=c < V, other=float("-inf")) * scale
-            m_i, l_i, best, at, x_best = consider(x, c, words[i], m_i, l_i, best, at, x_best,
-                                                  GREEDY)
+            m_i, l_i, best, at, x_best = consider(
+                x, c, words[i], m_i, l_i, best, at, x_best, GREEDY)
             c += BLOCK
     top, winner = tl.max(m_i, 0), tl.max(best, 0)
-    token = tl.min(tl.where(best == winner, at, V - 1), 0)                 # of equals the first
-    x_token = tl.max(tl.where((at == token) & (best == winner), x_best, float("-inf")), 0)
+    token = tl.min(tl.where(best == winner, at, V - 1), 0)  # of equals the first
+    chosen = (at == token) & (best == winner)
+    x_token = tl.max(tl.where(chosen, x_best, float("-inf")), 0)
     FOUND += (row * tl.num_programs(1) + part) * 4
     tl.store(FOUND, top)
     tl.store(FOUND + 1, tl.sum(l_i * tl.exp(m_i - top), 0))
@@ -110,13 +112,14 @@ def join_kernel(FOUND, WHERE, TOKEN, LOGP, parts, PARTS: tl.constexpr):
     # one program per row
     row, part = tl.program_id(0), tl.arange(0, PARTS)
     real, i = part < parts, row * parts + part
-    m = tl.load(FOUND + i * 4, mask=real, other=-3e38)                     # (PARTS,)
+    m = tl.load(FOUND + i * 4, mask=real, other=-3e38)          # (PARTS,)
     l = tl.load(FOUND + i * 4 + 1, mask=real, other=0.0)
     best = tl.load(FOUND + i * 4 + 2, mask=real, other=float("-inf"))
     x = tl.load(FOUND + i * 4 + 3, mask=real, other=0.0)
     at = tl.load(WHERE + i, mask=real, other=0)
     top = tl.max(m, 0)
-    first = tl.min(tl.where(best == tl.max(best, 0), part, PARTS - 1), 0)  # of equals the first
+    # of equals the first
+    first = tl.min(tl.where(best == tl.max(best, 0), part, PARTS - 1), 0)
     chosen = tl.sum(tl.where(part == first, x, 0.0), 0)
     tl.store(TOKEN + row, tl.sum(tl.where(part == first, at, 0), 0).to(tl.int64))
     tl.store(LOGP + row, chosen - top - tl.log(tl.sum(l * tl.exp(m - top), 0)))

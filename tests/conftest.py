@@ -19,6 +19,7 @@ import run.dry_run
 import run.evaluate
 import run.learn
 import train
+from fast.launch import triton
 from grpo import replay
 from kvcache import EVICT, Eviction, attention
 from model import Config, Transformer
@@ -48,6 +49,16 @@ TINY = os.path.join(ROOT, "data", "tiny")
 FAST = ["--task=kv", "--prompt_tokens=64", "--max_new_tokens=5", "--budget=24", "--window=16",
         "--prompts=2", "--group=4", "--distill_on=all", "--eval_problems=4", "--eval_final=4",
         "--steps=4", "--eval_every=2", "--save_every=2", "--device=cpu", "--lr=3e-4"]
+
+# kernels run on a GPU if there is one, else in Triton's interpreter, in a process of their own, as
+# TRITON_INTERPRET must be set before anything imports triton (see `interpreters` below)
+CUDA = torch.cuda.is_available()
+DEVICE = "cuda" if CUDA else "cpu"
+INTERPRET = os.environ.get("TRITON_INTERPRET") == "1"
+kernel = pytest.mark.skipif(triton is None or not (CUDA or INTERPRET),
+                            reason="needs a GPU or TRITON_INTERPRET=1")
+beside_interpreter = pytest.mark.skipif(CUDA or INTERPRET or triton is None,
+                                        reason="runs the kernels where there is no GPU")
 
 
 # models and prompts

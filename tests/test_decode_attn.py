@@ -1,50 +1,32 @@
 """
 Attention of a decoding step: the PyTorch path and the kernel against the fp64 formula; the kernel
-on a GPU if there is one, else in Triton's interpreter, in a process of its own (TRITON_INTERPRET
-must be set before the import).
+on a GPU if there is one, else in Triton's interpreter, in a process of its own.
 """
-import os
-import subprocess
-import sys
-from typing import NamedTuple
+from collections import namedtuple
 
 import pytest
 import torch
 
+from conftest import CUDA, DEVICE, beside_interpreter, kernel
+from experiments.attention import decoding as example
+from experiments.attention import error
 from fast import decode_attn
-from fast.decode_attn import decode_attention, example, formula
-from fast.launch import triton
+from fast.decode_attn import decode_attention, formula
 
-ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
-CUDA = torch.cuda.is_available()
-INTERPRET = os.environ.get("TRITON_INTERPRET") == "1"
 KERNELS = "(triton or kernel) and not interpreter"  # tests that run in the interpreter
-DEVICE = "cuda" if CUDA else "cpu"
 REAL = {name: getattr(decode_attn, name) for name in ("BLOCK", "SPLIT", "PROGRAMS")}
-kernel = pytest.mark.skipif(triton is None or not (CUDA or INTERPRET),
-                            reason="needs a GPU or TRITON_INTERPRET=1")
 IMPLS = ["ref", pytest.param("triton", marks=kernel)]
 
 
-class Shape(NamedTuple):
-    """Sizes of an example: prompts, samples of each, query and KV heads, head size, prompt keys,
-    response slots; t: slot of the new token."""
-    B: int
-    G: int
-    nh: int
-    nkv: int
-    hs: int
-    K: int
-    R: int
-    t: int
-
-
-SHAPES = [  # B, G, nh, nkv, hs, K, R, t
+# prompts, samples of each, query and KV heads, head size, prompt keys, response slots, slot
+# of the new token
+Shape = namedtuple("Shape", "B G nh nkv hs K R t")
+SHAPES = [
     (1, 1, 2, 2, 24, 1, 1, 0),        # one sample, first and last slot
     (2, 2, 3, 1, 16, 40, 9, 3),       # three query heads a KV head
     (2, 3, 6, 1, 64, 70, 40, 39),     # six
     (1, 2, 4, 2, 8, 33, 20, 17),      # no power of two
-    (2, 6, 12, 2, 16, 64, 3, 0),      # a group's query heads in two programs, the second ragged
+    (2, 6, 12, 2, 16, 64, 3, 0),      # a group's heads in two programs, the second ragged
     (3, 2, 2, 2, 128, 5, 50, 33)]     # equal heads
 
 
@@ -54,10 +36,6 @@ def small_pieces(monkeypatch):
     monkeypatch.setattr(decode_attn, "BLOCK", 16)
     monkeypatch.setattr(decode_attn, "SPLIT", 16)
     monkeypatch.setattr(decode_attn, "PROGRAMS", 6)
-
-
-def error(got, want):
-    return ((got.double() - want).norm() / want.norm()).item()
 
 
 def same(a, b):
@@ -106,12 +84,12 @@ def test_negative_controls(impl):
 
     q, k, t, n_kept = right["q"], right["k"], right["t"], right["n_kept"]
     assert wrong_by() < 1e-6
-    assert wrong_by(n_kept=torch.full_like(n_kept, 40)) > 1e-2      # padding taken for keys
-    assert wrong_by(t=t - 1) > 1e-2                                 # one response key too few
-    assert wrong_by(t=t + 1) > 1e-2                                 # one too many
-    assert wrong_by(k=k.flip(1)) > 1e-2                             # new token, other KV head
-    assert wrong_by(prompt_k=right["prompt_k"].flip(0)) > 1e-2      # the other prompt's keys
-    assert wrong_by(q=q.roll(1, 1)) > 1e-2                          # query heads shifted by one
+    for change in (dict(n_kept=torch.full_like(n_kept, 40)),  # padding taken for keys
+                   dict(t=t - 1), dict(t=t + 1),  # a response key too few, too many
+                   dict(k=k.flip(1)),  # the new token of the other KV head
+                   dict(prompt_k=right["prompt_k"].flip(0)),  # the other prompt's keys
+                   dict(q=q.roll(1, 1))):  # query heads shifted by one
+        assert wrong_by(**change) > 1e-2, change.keys()
     # the new token dropped: the last response key takes its place, so that the formula sees
     # the t earlier ones and no more
     last_k, last_v = (right[name][:, :, t - 1] for name in ("response_k", "response_v"))
@@ -136,39 +114,37 @@ def test_kv_heads_hold_different_numbers_of_keys(impl):
     assert error(got, want) < 1e-6
     fullest = n_kept.amax(1, keepdim=True).repeat(1, 2)
     for wrong in (n_kept.flip(1), n_kept.flip(0), fullest):
-        got = decode_attention(q, k, v, *prompt, n_kept=wrong.contiguous(), **rest, impl=impl)
+        got = decode_attention(q, k, v, *prompt, n_kept=wrong.contiguous(), **rest,
+                               impl=impl)
         assert error(got, want) > 1e-2
 
 
-def test_refuses_an_impl_that_cannot_run():
-    shape = Shape(B=1, G=1, nh=2, nkv=2, hs=16, K=4, R=3, t=1)
-    args = example(*shape, device="cpu", dtype=torch.float64)
-    for impl in ("tritn", "triton"):  # a wrong name; no kernel computes fp64
-        with pytest.raises(ValueError, match="unknown or cannot compute torch.float64 on cpu"):
-            decode_attention(*args, impl=impl)
-
-
-def test_refuses_one_count_for_all_kv_heads():
+def test_refusals():
+    """A wrong name, fp64, which no kernel computes, and one count for all KV heads."""
     shape = Shape(B=2, G=1, nh=2, nkv=2, hs=16, K=4, R=3, t=1)
-    q, k, v, *prompt, n_kept, rk, rv, t = example(*shape, device="cpu", dtype=torch.float32)
-    with pytest.raises(ValueError, match=r"n_kept must be \(B, nkv\) = \(2, 2\), got \(2,\)"):
-        decode_attention(q, k, v, *prompt, n_kept=n_kept[:, 0], response_k=rk, response_v=rv, t=t)
+    args = example(*shape, device="cpu", dtype=torch.float64)
+    for impl in ("tritn", "triton"):
+        with pytest.raises(ValueError, match="cannot compute torch.float64 on cpu"):
+            decode_attention(*args, impl=impl)
+    args[5] = args[5][:, 0]
+    with pytest.raises(ValueError, match=r"must be \(B, nkv\) = \(2, 2\), got \(2,\)"):
+        decode_attention(*args)
 
 
 @kernel
 def test_kernel_refuses_other_layouts():
     shape = Shape(B=1, G=2, nh=2, nkv=2, hs=16, K=20, R=5, t=2)
-    q, k, v, *prompt, n_kept, rk, rv, t = example(*shape, device=DEVICE, dtype=torch.float32)
-    rest = dict(response_k=rk, response_v=rv, t=t, impl="triton")
+    q, *rest = example(*shape, device=DEVICE, dtype=torch.float32)
     apart = q.transpose(1, 2).contiguous().transpose(1, 2)
     with pytest.raises(ValueError, match="heads of q, k and v"):
-        decode_attention(apart, k, v, *prompt, n_kept=n_kept, **rest)
+        decode_attention(apart, *rest, impl="triton")
+    rest[4] = rest[4][:, :1].expand(-1, 2)
     with pytest.raises(ValueError, match="n_kept be contiguous"):
-        decode_attention(q, k, v, *prompt, n_kept=n_kept[:, :1].expand(-1, 2), **rest)
+        decode_attention(q, *rest, impl="triton")
 
 
 @pytest.mark.skipif(not CUDA, reason="needs a GPU")
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16, torch.float16), ids=str)
 @pytest.mark.parametrize("shape", [(2, 8, 9, 3, 64, 256, 127, 126),
                                    (2, 8, 12, 2, 128, 1024, 300, 280)], ids=str)
 def test_real_blocks(monkeypatch, shape, dtype):
@@ -204,15 +180,6 @@ def test_one_graph_serves_every_step():
     assert torch.equal(rk, rk2) and torch.equal(rv, rv2)
 
 
-@pytest.mark.skipif(CUDA or INTERPRET or triton is None,
-                    reason="runs the kernels where there is no GPU")
+@beside_interpreter
 def test_kernels_in_interpreter(pass_in_interpreter):
     pass_in_interpreter()
-
-
-def test_self_check_command():
-    env = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
-    command = [sys.executable, "-m", "fast.decode_attn"]
-    result = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True)
-    assert result.returncode == 0, result.stdout + result.stderr
-    assert result.stdout.rstrip().endswith("ok")

@@ -10,8 +10,10 @@ import torch
 
 from data.tasks import reward
 from experiments import draw
+from experiments.attention import group_until
+from fast.attention import TILE_K, TILE_Q
 from grpo import pack, pack_by_hand
-from shadow_attn import TILE_K, TILE_Q, group_until, triton, visible
+from shadow_attn import triton, visible
 
 
 @pytest.fixture(scope="module")
@@ -195,7 +197,7 @@ def test_bars_without_eviction_of_responses(drawn):
 # tiles
 
 def by_rule(until, tile_q, tile_k):
-    """The rule of shadow_attn.py's head, for keys in row order and sorted. until (N,)
+    """The rule below shadow_attn.py's picture, for keys in row order and sorted. until (N,)
     -> (tiles computed, those that are full) of each order"""
     N = len(until)
     born = torch.arange(-(-N // tile_k) * tile_k)
@@ -222,7 +224,7 @@ def listed():
     case = [until.tolist()], draw.TILE_Q, draw.TILE_K
     before = dict(os.environ)
     orders, = draw.in_interpreter(draw.list_tiles, case)
-    assert dict(os.environ) == before and draw.shadow_attn.TILE_Q == TILE_Q  # nothing stays changed
+    assert dict(os.environ) == before and draw.kernels.TILE_Q == TILE_Q  # nothing stays changed
     return rollout, until, [(born[0], grid[0]) for born, grid in orders]
 
 

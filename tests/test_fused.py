@@ -2,30 +2,24 @@
 Fused functions against the formulas that they replace in model.py, and those against formulas of
 their own, in fp64.
 
-The kernels run on a GPU if there is one, else in Triton's interpreter, in a process of its own
-(TRITON_INTERPRET must be set before the import). What runs on CPU instead of them runs here.
+The kernels run on a GPU if there is one, else in Triton's interpreter, in a process of its own.
+What runs on CPU instead of them runs here.
 """
-import os
-
 import pytest
 import torch
 
 import model
+from conftest import CUDA, DEVICE, INTERPRET, beside_interpreter, kernel
 from fast import fused, launch
-from fast.launch import triton
 
-CUDA = torch.cuda.is_available()
-INTERPRET = os.environ.get("TRITON_INTERPRET") == "1"
 KERNELS = "not interpreter"  # tests that run in the interpreter
-DEVICE = "cuda" if CUDA else "cpu"
-kernel = pytest.mark.skipif(
-    triton is None or not (CUDA or INTERPRET), reason="needs a GPU or TRITON_INTERPRET=1")
 DTYPES = [torch.float32] + [torch.bfloat16] * CUDA
 TOLERANCE = {torch.float32: 1e-6, torch.bfloat16: 6e-3}
 
 
 def error(got, want):
-    return max(((a.double() - b).norm() / b.norm()).item() for a, b in zip(got, want, strict=True))
+    pairs = zip(got, want, strict=True)
+    return max(((a.double() - b).norm() / b.norm()).item() for a, b in pairs)
 
 
 def norm_formula(x, w):
@@ -48,8 +42,7 @@ def results(f, leaves, grads):
     """[outputs and gradients] of f by autograd."""
     leaves = [x.detach().requires_grad_() for x in leaves]
     y = f(*leaves)
-    if not isinstance(y, tuple):
-        y = (y,)
+    y = y if isinstance(y, tuple) else (y,)
     grads = [g.to(o.dtype) for g, o in zip(grads, y)]
     return [*y, *torch.autograd.grad(y, leaves, grads)]
 
@@ -76,10 +69,10 @@ def rand(*shape, dtype):
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("shape", ((1, 576), (10, 48), (5, 3, 128), (300, 20)), ids=str)
 def test_rms_norm(shape, dtype, monkeypatch):
-    monkeypatch.setattr(fused, "PROGRAMS", 3)  # so that a program sums over several blocks of rows
+    monkeypatch.setattr(fused, "PROGRAMS", 3)  # each sums over several blocks of rows
     if len(shape) == 2 and shape[0] == 300:
         assert fused.blocks(20, 300) == (2, 32)
-        if not CUDA:  # the interpreter pays per program: 19 of them, the last one ragged
+        if not CUDA:  # the interpreter pays per program: 19, the last one ragged
             monkeypatch.setattr(fused, "blocks", lambda width, rows: (16, 32))
 
     def f(x, w):
@@ -98,7 +91,8 @@ def test_rms_norm(shape, dtype, monkeypatch):
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("N, nh, nkv, hs", ((1, 9, 3, 64), (5, 12, 2, 128), (7, 4, 4, 12)))
+@pytest.mark.parametrize("N, nh, nkv, hs",
+                         ((1, 9, 3, 64), (5, 12, 2, 128), (7, 4, 4, 12)))
 def test_rotate(N, nh, nkv, hs, dtype):
     torch.manual_seed(0)
     angle = torch.rand(N, hs // 2, device=DEVICE) * 100
@@ -116,9 +110,11 @@ def test_rotate(N, nh, nkv, hs, dtype):
 
     qkv = rand(N, nh + 2 * nkv, hs, dtype=dtype)
     grads = rand(N, nh, hs, dtype=dtype), rand(N, nkv, hs, dtype=dtype)
-    got = compare(f, f, formula, leaves=(qkv,), grads=grads)  # in fp64 model.rotate is its formula
+    # in fp64 model.rotate is its formula
+    got = compare(f, f, formula, leaves=(qkv,), grads=grads)
     # the control: the other way round
-    assert error(got[:1], [model.rotate_one(parts(qkv)[0].double(), cos, -sin)]) > 0.1
+    other = model.rotate_one(parts(qkv)[0].double(), cos, -sin)
+    assert error(got[:1], [other]) > 0.1
     with torch.no_grad():  # in place, and nothing but q and k
         mine = qkv.clone()
         q, k = f(mine)
@@ -139,23 +135,23 @@ def test_swiglu(N, M, dtype):
 
 @kernel
 def test_the_model_takes_the_kernels(monkeypatch):
-    """model.py's formulas give way where the kernels run: one that did not would pass above"""
+    """model.py's formulas give way where the kernels run: one that did not would pass above."""
     called = []
     norm = model.RMSNorm(8, 1e-6).to(DEVICE)
     x, angle = rand(3, 2, 8, dtype=torch.float32), rand(3, 4, dtype=torch.float32)
-    for name in ("rms_norm", "rotate", "swiglu"):
+    names = ["rms_norm", "rotate", "swiglu"]
+    for name in names:
         monkeypatch.setattr(fused, name, lambda *args, name=name: called.append(name))
     with torch.no_grad():
         norm(x)
         model.rotate(x, x, angle, angle)
         model.swiglu(x[:, 0])
-        assert called == ["rms_norm", "rotate", "swiglu"]
+        assert called == names
         model.swiglu(x[:, 0].double())  # the control
-        assert called == ["rms_norm", "rotate", "swiglu"]
+        assert called == names
 
 
-@pytest.mark.skipif(
-    CUDA or INTERPRET or triton is None, reason="runs the kernels where there is no GPU")
+@beside_interpreter
 def test_kernels_in_interpreter(pass_in_interpreter):
     pass_in_interpreter()
 
@@ -175,8 +171,9 @@ def test_rms_norm_on_cpu_has_the_formulas_bits(dtype):
         with torch.no_grad():
             quiet = norm(x)
         assert loud.requires_grad and not quiet.requires_grad
-        assert torch.equal(quiet, model.rms_norm(x, norm.weight, 1e-6)) and torch.equal(loud, quiet)
-        assert not torch.equal(loud, model.rms_norm(x, norm.weight, 1e-2))  # the control
+        assert torch.equal(loud, quiet)
+        assert torch.equal(quiet, model.rms_norm(x, norm.weight, 1e-6))
+        assert not torch.equal(loud, model.rms_norm(x, norm.weight, 1e-2))  # control
 
 
 def test_rms_norm_takes_any_layout_of_gradients():

@@ -3,8 +3,8 @@ import math
 
 import pytest
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 
+from conftest import largest_tensor, rel
 from fast import head
 from fast.head import acceptance_rows, entropy_rows, head_rows, kl_rows, matmul32, score
 
@@ -12,10 +12,6 @@ P3, Q3 = torch.tensor([0.7, 0.2, 0.1]), torch.tensor([0.5, 0.3, 0.2])
 DEVICES = ["cpu"]
 if torch.cuda.is_available():
     DEVICES.append("cuda")
-
-
-def rel(a, b):
-    return ((a - b).abs().max() / b.abs().max()).item()
 
 
 # matmul32
@@ -46,7 +42,8 @@ def test_vmap_is_the_loop(batch, dtype, device):
     both = torch.stack([matmul32(x, y) for x, y in zip(a, b)])
     assert same(torch.vmap(matmul32)(a, b), both)
     last = a.movedim(0, -1).contiguous()
-    assert same(torch.vmap(matmul32, in_dims=(-1, 0), out_dims=1)(last, b), both.movedim(0, 1))
+    other_dims = torch.vmap(matmul32, in_dims=(-1, 0), out_dims=1)
+    assert same(other_dims(last, b), both.movedim(0, 1))
     only_a = torch.stack([matmul32(x, b[0]) for x in a])
     assert same(torch.vmap(matmul32, in_dims=(0, None))(a, b[0]), only_a)
     only_b = torch.stack([matmul32(a[0], y) for y in b])
@@ -68,7 +65,8 @@ def test_vmap_in_vmap_and_through_other_operations(device):
         return matmul32(q, k.transpose(1, 2)).softmax(-1).sum(1)  # (nkv, keys)
 
     got = torch.vmap(torch.vmap(attention), in_dims=(0, None))(q, k)
-    want = torch.stack([torch.stack([attention(a, b) for a, b in zip(x, k)]) for x in q])
+    rows = [[attention(a, b) for a, b in zip(x, k)] for x in q]
+    want = torch.stack([torch.stack(row) for row in rows])
     assert rel(got, want) < 1e-6
     assert rel(got, want.flip(1)) > 0.1  # the control: layers the other way round
 
@@ -82,9 +80,9 @@ def test_kl_direction_and_reduction():
     # control: the mean over the vocabulary
     assert kl_rows(p, q).item() / 3 == pytest.approx(0.02837, abs=1e-5)
     # logits, not log-probs; the student is named by its place
-    logits, targets = [q - 3, p + 5], torch.tensor([0])
-    assert score(logits, targets, student=1)["kl"].item() == pytest.approx(0.08512, abs=1e-5)
-    assert score(logits, targets, student=0)["kl"].item() == pytest.approx(0.09203, abs=1e-5)
+    for student, want in ((1, 0.08512), (0, 0.09203)):
+        kl = score([q - 3, p + 5], torch.tensor([0]), student=student)["kl"].item()
+        assert kl == pytest.approx(want, abs=1e-5)
 
 
 def test_kl_gradient_against_finite_differences():
@@ -112,8 +110,9 @@ def test_kl_gradient_against_finite_differences():
 
 def test_temperature():
     logits, targets = [torch.tensor([[2.0, 1.0, 0.0]])], torch.tensor([0])
-    assert score(logits, targets, 0.5)["logp"].item() == pytest.approx(-0.1429, abs=1e-4)
-    assert score(logits, targets, 1.0)["logp"].item() == pytest.approx(-0.4076, abs=1e-4)
+    for temperature, want in ((0.5, -0.1429), (1.0, -0.4076)):
+        logp = score(logits, targets, temperature)["logp"].item()
+        assert logp == pytest.approx(want, abs=1e-4)
 
 
 def test_acceptance_and_entropy():
@@ -130,10 +129,10 @@ def test_acceptance_and_entropy():
 
 def test_what_is_not_asked_for_is_not_there():
     weight, hidden, targets, _ = head_case()
-    assert set(head_rows(weight, hidden, targets)) == {"logp"}
-    assert set(head_rows(weight, hidden, targets, student=0)) == {"logp", "kl"}
-    assert set(head_rows(weight, hidden, targets, stats=True)) == {"logp", "entropy", "accept"}
-    assert set(head_rows(weight, hidden[:1], targets, stats=True)) == {"logp", "entropy"}
+    for some, asked, names in ((hidden, {}, "logp"), (hidden, dict(student=0), "logp kl"),
+                               (hidden, dict(stats=True), "logp entropy accept"),
+                               (hidden[:1], dict(stats=True), "logp entropy")):
+        assert set(head_rows(weight, some, targets, **asked)) == set(names.split())
 
 
 # the head in chunks
@@ -142,8 +141,8 @@ def head_case(n=203, V=97, C=12, dtype=torch.double):
     """weight, hidden of two policies, targets, coefficients (3, n) of two log-probs and the KL"""
     torch.manual_seed(0)
     shapes = (V, C), (n, C), (n, C)
-    weight, dense, shadow = (torch.randn(*s, dtype=dtype).requires_grad_() for s in shapes)
-    return weight, [dense, shadow], torch.randint(V, (n,)), torch.randn(3, n, dtype=dtype)
+    weight, *hidden = (torch.randn(*s, dtype=dtype).requires_grad_() for s in shapes)
+    return weight, hidden, torch.randint(V, (n,)), torch.randn(3, n, dtype=dtype)
 
 
 def weighted(out, coefs):
@@ -270,28 +269,19 @@ def test_a_teacher_with_its_own_matrix(monkeypatch):
         head.chunks(weight, hidden))
 
 
-class Largest(TorchDispatchMode):
-    """elements of the largest tensor that any operation returns, forward and backward"""
-    numel = 0
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        out = func(*args, **(kwargs or {}))
-        for x in out if isinstance(out, (tuple, list)) else [out]:
-            if isinstance(x, torch.Tensor):
-                self.numel = max(self.numel, x.numel())
-        return out
-
-
 def test_rows_times_vocabulary_never_exists(monkeypatch):
     weight, hidden, targets, coefs = head_case(n=600, V=503, C=8, dtype=torch.float32)
     largest = {}
+
+    def both():
+        in_chunks(weight, hidden, targets, coefs)
+        head_rows(weight, hidden, targets, student=0, stats=True)
+
     for budget in (16 * 2 * 503 * 4, 2**40):
         monkeypatch.setattr(head, "LOGIT_BYTES", budget)
-        with Largest() as seen:
-            in_chunks(weight, hidden, targets, coefs)
-            head_rows(weight, hidden, targets, student=0, stats=True)
-        largest[budget] = seen.numel
-    assert list(largest.values()) == [16 * 503, 600 * 503]  # control: with no budget the big one is
+        largest[budget] = largest_tensor(both)
+    # control: with no budget the big one is
+    assert list(largest.values()) == [16 * 503, 600 * 503]
 
 
 def test_head_gradient_is_summed_in_fp32(monkeypatch):

@@ -1,24 +1,17 @@
 """
 The sampler's kernels against the formula that they replace, rollout.draw_token.
 
-They run on a GPU if there is one, else in Triton's interpreter, in a process of its own
-(TRITON_INTERPRET must be set before the import).
+They run on a GPU if there is one, else in Triton's interpreter, in a process of its own.
 """
-import os
-
 import pytest
 import torch
 
-from fast.launch import jit, tl, triton
+from conftest import CUDA, DEVICE, beside_interpreter, kernel
+from fast.launch import jit, tl
 from fast.sampling import consider, gumbel, sample_triton
 from rollout import draw_token
 
-CUDA = torch.cuda.is_available()
-INTERPRET = os.environ.get("TRITON_INTERPRET") == "1"
 KERNELS = "not interpreter"  # tests that run in the interpreter
-DEVICE = "cuda" if CUDA else "cpu"
-kernel = pytest.mark.skipif(
-    triton is None or not (CUDA or INTERPRET), reason="needs a GPU or TRITON_INTERPRET=1")
 
 
 @pytest.fixture
@@ -113,7 +106,8 @@ def test_noise_of_every_end():
     the largest, where the formula changes, and in between."""
     ends = [torch.arange(2**k - 256, 2**k + 256) for k in (27, 31)]
     some = torch.randint(2**32, (2**12,), generator=torch.Generator().manual_seed(0))
-    words = torch.cat((torch.arange(256), torch.arange(2**32 - 256, 2**32), *ends, some))
+    low, high = torch.arange(256), torch.arange(2**32 - 256, 2**32)
+    words = torch.cat((low, high, *ends, some))
     out = torch.empty(len(words), device=DEVICE)
     noise_kernel[len(words) // 256,](words.to(DEVICE, torch.uint32), out, BLOCK=256)
     noise = out.cpu()
@@ -123,7 +117,8 @@ def test_noise_of_every_end():
     assert noise[0] == noise.max() and noise[511] == noise.min()
     # the control: u in fp32 is 1 for the largest 128 words, and no logit outweighs that noise
     u = (words.float() + 0.5) * 2.0 ** -32
-    assert ((-(-torch.log1p(-u)).log()).isinf().nonzero()[:, 0] >= 256 + 128).sum() == 128
+    wrong = (-(-torch.log1p(-u)).log()).isinf().nonzero()[:, 0]
+    assert (wrong >= 256 + 128).sum() == 128
 
 
 @jit()
@@ -132,10 +127,11 @@ def duel_kernel(FIRST, SECOND, AT, x, BLOCK: tl.constexpr):
     i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     zero = tl.zeros((BLOCK,), tl.float32)
     column = tl.zeros((BLOCK,), tl.int32)
-    m, l, best, at, _ = consider(zero + x, column, tl.load(FIRST + i), zero - 3e38, zero,
-                                 zero - 3e38, column, zero, False)
-    m, l, best, at, _ = consider(zero, column + 1, tl.load(SECOND + i), m, l,
-                                 best, at, zero, False)
+    m, l, best, at, _ = consider(
+        zero + x, column, tl.load(FIRST + i), zero - 3e38, zero, zero - 3e38, column, zero,
+        False)
+    m, l, best, at, _ = consider(
+        zero, column + 1, tl.load(SECOND + i), m, l, best, at, zero, False)
     tl.store(AT + i, at)
 
 
@@ -145,7 +141,7 @@ def test_no_impossible_token_wins(t):
     wins, what has a half does. So do the sampler and the formula that it replaces."""
     rng = torch.Generator().manual_seed(0)
     first, second = torch.randint(2**32, (2, 2**20), generator=rng)
-    first[:256] = torch.arange(2**32 - 256, 2**32)  # the least noise for the likely token
+    first[:256] = torch.arange(2**32 - 256, 2**32)  # least noise for the likely token
     second[:256] = torch.arange(256)  # the most for the other
     at = torch.empty(2**20, device=DEVICE, dtype=torch.int32)
     lanes = 4096 if CUDA else 2**17
@@ -174,13 +170,12 @@ def test_logits_that_are_not_finite_show(wrong, t):
     logits = torch.randn(4, 5000, device=DEVICE)
     logits[1, 4321] = wrong
     logits[2, 0] = wrong
-    for token, logp in (sample_triton(logits, 1.0, 3, t), sample_triton(logits, 0.0, 3, t),
-                        draw_token(logits, 0.0, None)):
+    for token, logp in (sample_triton(logits, 1.0, 3, t),
+                        sample_triton(logits, 0.0, 3, t), draw_token(logits, 0.0, None)):
         assert logp.isfinite().tolist() == [True, False, False, True]
         assert ((token >= 0) & (token < 5000)).all()
 
 
-@pytest.mark.skipif(
-    CUDA or INTERPRET or triton is None, reason="runs the kernels where there is no GPU")
+@beside_interpreter
 def test_kernels_in_interpreter(pass_in_interpreter):
     pass_in_interpreter()
