@@ -45,7 +45,10 @@ TALK = [{"role": "user", "content": "What is 17 + 4?"},
 # SmolLM2's ids of the one message "Hi 42"; the system prompt in them is the template's own
 GOLDEN = [1, 9690, 198, 2683, 359, 253, 5356, 5646, 11173, 3365, 3511, 308, 34519, 28, 7018, 411,
           407, 19712, 8182, 2, 198, 1, 4093, 198, 26843, 216, 36, 34, 2, 198, 1, 520, 9531, 198]
-KINDS = ("llama3", "gpt2", "digits", "qwen")
+BY_TIKTOKEN = ("llama3", "gpt2", "digits", "qwen", "tekken")
+FALLBACK = ("llama2", "mistral")  # sentencepiece's: bytes are <0x0A>, a space is ▁
+BY_LIBRARY = (*FALLBACK, "deepseek")
+KINDS = BY_TIKTOKEN + BY_LIBRARY
 
 
 def by_transformers(folder):
@@ -64,8 +67,13 @@ def pieces_of(kind):
         return byte(use_regex=True)
     if kind == "digits":
         return pre.Sequence([pre.Digits(individual_digits=True), byte(use_regex=True)])
-    pattern = {"llama3": LLAMA3, "qwen": QWEN}[kind]
-    return pre.Sequence([pre.Split(Regex(pattern), "isolated"), byte(use_regex=False)])
+    if kind in FALLBACK:
+        return pre.Metaspace()
+    patterns = {"deepseek": [r"[\r\n]", r"\s?[a-zA-Zà-ÿ]+", r"[一-龥ぁ-ん]+"], "qwen": [QWEN]}
+    steps = [pre.Split(Regex(p), "isolated") for p in patterns.get(kind, [LLAMA3])]
+    if kind == "deepseek":
+        steps.append(pre.Digits(individual_digits=True))
+    return pre.Sequence([*steps, byte(use_regex=False)])
 
 
 def read(*path):
@@ -74,26 +82,41 @@ def read(*path):
 
 
 def train(folder, kind, size=900):
-    """Write a byte-level BPE of that kind, a config and a chat template into `folder`, as a
-    checkpoint would have them."""
-    from tokenizers import Tokenizer as T
+    """Write a BPE of that kind, a config and a chat template into `folder`, as a checkpoint would
+    have them."""
     from tokenizers import decoders, models, normalizers, pre_tokenizers, trainers
-    t = T(models.BPE(ignore_merges=kind == "llama3"))
+    fallback = kind in FALLBACK
+    t = tokenizers.Tokenizer(models.BPE(ignore_merges=kind in ("llama3", "tekken"),
+                                        byte_fallback=fallback, fuse_unk=fallback,
+                                        unk_token="<unk>" if fallback else None))
     t.pre_tokenizer, t.decoder = pieces_of(kind), decoders.ByteLevel()
     if kind == "qwen":
         t.normalizer = normalizers.NFC()
     # SmolLM2's vocabulary has its special tokens in front and lacks the bytes that were never
     # seen; the others have all bytes
-    front = kind in ("digits", "gpt2")
-    alphabet = [] if kind == "digits" else pre_tokenizers.ByteLevel.alphabet()
-    trainer = trainers.BpeTrainer(vocab_size=size, show_progress=False, initial_alphabet=alphabet,
-                                  special_tokens=SPECIALS[:3] if front else [])
+    front = SPECIALS[:3] if kind in ("digits", "gpt2", "tekken") else []
+    if fallback:
+        front = ["<unk>", *SPECIALS[:3], *(f"<0x{b:02X}>" for b in range(256))]
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    trainer = trainers.BpeTrainer(vocab_size=size, show_progress=False, special_tokens=front,
+                                  initial_alphabet=[] if kind == "digits" or fallback else alphabet,
+                                  limit_alphabet=100 if fallback else 1000)
     here = [read(ROOT, "model.py"), read(ROOT, "data", "tokenizer.py")]
     t.train_from_iterator(here + strings(400, seed=5, controls=False), trainer)
     t.add_special_tokens(SPECIALS[:3])
     t.add_tokens([tokenizers.AddedToken("<think>", normalized=False)])
+    if fallback:
+        t.decoder = decoders.Sequence([decoders.Replace("▁", " "), decoders.ByteFallback(),
+                                       decoders.Fuse(), decoders.Strip(" ", 1, 0)])
+        t.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="first", split=False)
+    if kind == "llama2":
+        t.pre_tokenizer = None
+        t.normalizer = normalizers.Sequence([normalizers.Prepend("▁"),
+                                             normalizers.Replace(" ", "▁")])
+    content = json.loads(t.to_str())
+    content["added_tokens"] = [x for x in content["added_tokens"] if x["content"][:3] != "<0x"]
     os.makedirs(folder, exist_ok=True)
-    t.save(os.path.join(folder, "tokenizer.json"))
+    write(folder, "tokenizer.json", content)
     end, turn = t.token_to_id("<|endoftext|>"), t.token_to_id("<|im_end|>")
     write(folder, "config.json", {"model_type": "llama", "eos_token_id": end})
     write(folder, "generation_config.json", {"eos_token_id": [end, turn]})
@@ -187,7 +210,7 @@ def differing(tok, hf, texts):
     odd = []
     for text, ids in zip(texts, hf(texts, add_special_tokens=False)["input_ids"]):
         ours = tok.encode(text, special=True)
-        assert tok.decode(ours) == tok.decode(ids)
+        assert tok.decode(ours) == tok.decode(ids) == hf.decode(ids)
         if ours != ids:
             odd.append(text)
     return odd
@@ -772,7 +795,7 @@ def spec(vocab="abc", merges=(), added=(), **model):
                  ignore_merges=False, vocab=vocab, merges=list(merges)) | model
     return dict(version="1.0", truncation=None, padding=None, normalizer=None,
                 added_tokens=[flags | t for t in added],
-                pre_tokenizer=BYTES | {"use_regex": True, "trim_offsets": True},
+                pre_tokenizer=BYTES | {"use_regex": True},
                 post_processor=None, decoder=None, model=model)
 
 
@@ -793,8 +816,10 @@ def test_merges_that_the_vocabulary_cannot_reach(tmp_path):
     assert ours.encode("abc") == [5]  # in another order they do
     whole, theirs = both(tmp_path, spec(vocab, merges[1:] + merges[:1], ignore_merges=True))
     assert whole.encode("abcab") == theirs.encode("abcab").ids == [5, 4]
-    with pytest.raises(ValueError, match="no merge makes token 'abc', and ignore_merges"):
-        both(tmp_path, spec(vocab, merges, ignore_merges=True))
+    whole, theirs = both(tmp_path, spec(vocab, merges, ignore_merges=True))
+    # tiktoken would make the token of "ab" and "c" in any piece
+    assert whole.encode("abc abcab") == theirs.encode("abc abcab").ids == [5, 0, 3, 4]
+    assert type(whole.engine).__name__ == "Library"
 
 
 def random_spec(rng):
@@ -879,7 +904,7 @@ def test_bos_of_a_base_model(tmp_path, nested):
     post = dict(type="TemplateProcessing", single=[front, text], pair=[front, text],
                 special_tokens=name("<s>", 258) | name("</s>", 259))
     if nested:
-        post = dict(type="Sequence", processors=[BYTES | {"trim_offsets": True}, post])
+        post = dict(type="Sequence", processors=[BYTES, post])
     content["post_processor"] = post
     ours, theirs = both(tmp_path, content)
     assert ours.bos_ids == (258,)
@@ -894,8 +919,7 @@ def test_bos_of_a_base_model(tmp_path, nested):
         with pytest.raises(ValueError, match="post_processor puts id 999 in front"):
             both(tmp_path, content)
     content["post_processor"] = dict(type="BertProcessing", sep=["</s>", 259], cls=["<s>", 258])
-    with pytest.raises(ValueError, match="post_processor 'BertProcessing' is not supported"):
-        both(tmp_path, content)
+    assert both(tmp_path, content)[0].bos_ids == (258,)
 
 
 # Qwen3 and Llama 3.2: templates that do what theirs do, and theirs where the folder of real weights
@@ -977,7 +1001,7 @@ def family(request, tmp_path):
         dict(id=i, content=text, special=special[text]) for text, i in ids.items()])
     cut = dict(type="Split", pattern={"Regex": pattern}, behavior="Isolated", invert=False)
     content["pre_tokenizer"] = dict(type="Sequence", pretokenizers=[
-        cut, BYTES | {"trim_offsets": True}])
+        cut, BYTES])
     config = dict(tokenizer_class="PreTrainedTokenizerFast", eos_token=end, chat_template=template)
     if bos:
         first, text = dict(id=bos, type_id=0), dict(id="A", type_id=0)
@@ -1095,30 +1119,25 @@ def split(pattern, behavior="Isolated", invert=False, use_regex=False):
     return pre(type="Sequence", pretokenizers=[step, BYTES | {"use_regex": use_regex}])
 
 
-BYTES = {"type": "ByteLevel", "add_prefix_space": False, "use_regex": False}
+BYTES = {"type": "ByteLevel", "add_prefix_space": False, "use_regex": False, "trim_offsets": True}
 LOWERCASE = {"type": "Sequence", "normalizers": [{"type": "NFC"}, {"type": "Lowercase"}]}
 REFUSED = {  # what the error says: the change that earns it
-    "Unigram": lambda d: d["model"].update(type="Unigram"),
-    "byte_fallback": lambda d: d["model"].update(byte_fallback=True),
+    "model type 'Unigram' is not": lambda d: d["model"].update(type="Unigram"),
+    "byte_fallback=true is not": lambda d: d["model"].update(byte_fallback=True),
     "end_of_word_suffix": lambda d: d["model"].update(end_of_word_suffix="</w>"),
     "dropout": lambda d: d["model"].update(dropout=0.1),
-    "'▁the' is not byte-level": vocabulary(**{"▁the": 899}),
-    "no merge makes token 'qz'": vocabulary(qz=899),
     "the vocabulary lacks token 'zz": lambda d: d["model"]["merges"].append(["zzz", "zzz"]),
-    "Metaspace": pre(type="Metaspace", replacement="▁"),
+    "byte_fallback=false is not supported for a pre_tokenizer without":
+        pre(type="Metaspace", replacement="▁"),
     "Whitespace": pre(type="Whitespace"),
-    "\"use_regex\": true": split({"Regex": "a"}, use_regex=True),
     "Removed": split({"Regex": "a"}, "Removed", invert=True),
-    "\"String\"": split({"String": "a"}),
-    "add_prefix_space": pre(**BYTES | {"add_prefix_space": True, "use_regex": True}),
-    "pre_tokenizer null": lambda d: d.update(pre_tokenizer=None),
-    "Lowercase": lambda d: d.update(normalizer=LOWERCASE),
+    "pre_tokenizer without ByteLevel": lambda d: d.update(pre_tokenizer=None),
     "merges is missing or null": lambda d: d["model"].pop("merges"),
     "merges must be a list, got an object": lambda d: d["model"].update(merges={}),
     "merge 0 is a list, must be two tokens": lambda d: d["model"]["merges"].insert(0, ["a"]),
     "merge 0 is 'a b c', must be two": lambda d: d["model"]["merges"].insert(0, "a b c"),
     "merge 0 is 7": lambda d: d["model"]["merges"].insert(0, 7),
-    "type": lambda d: d["model"].update(type=None),
+    "model type null": lambda d: d["model"].update(type=None),
     "model must be an object, got a list": lambda d: d.update(model=[]),
     "model is missing or null": lambda d: d.pop("model"),
     "ignore_merges must be true or false, got 'no'":
@@ -1142,11 +1161,34 @@ REFUSED = {  # what the error says: the change that earns it
     "added_tokens holds 7": lambda d: d["added_tokens"].append(7),
     "normalizer must be an object, got 7": lambda d: d.update(normalizer=7),
     "'type' is missing": lambda d: d.update(normalizer={"normalizers": []}),
-    "the tokens are too long": vocabulary(**{"q" * 20_000: 899}),
     "lstrip": lambda d: d["added_tokens"][0].update(lstrip=True),
     "single_word": lambda d: d["added_tokens"][0].update(single_word=True),
     "Unknown group flag": split({"Regex": "(?Z)("}),
+    "cannot read it": lambda d: d.update(normalizer={"type": "Nobodys"}),
 }
+READ = {  # what the tokenizers library reads: is it still of a kind that tiktoken runs?
+    "a token beyond the alphabet": (vocabulary(**{"▁the": 899}), False),
+    "a token that no merge makes": (vocabulary(qz=899), False),
+    "a long token": (vocabulary(**{"q" * 20_000: 899}), True),
+    "use_regex": (split({"Regex": "a"}, use_regex=True), False),
+    "a text to split at": (split({"String": "a"}), False),
+    "merged with the next": (split({"Regex": "[ae]"}, "MergedWithNext", invert=True), False),
+    "a space in front": (pre(**BYTES | {"add_prefix_space": True, "use_regex": True}), False),
+    "Lowercase": (lambda d: d.update(normalizer=LOWERCASE), False),
+    "NFKC": (lambda d: d.update(normalizer={"type": "NFKC"}), False),
+}
+
+
+@pytest.mark.parametrize("what", READ)
+def test_reads_what_the_library_reads(folders, tmp_path, what):
+    edit, by_tiktoken = READ[what]
+    path = edited(folders["llama3"], tmp_path, edit=edit)
+    tok, hf = Tokenizer(path), by_transformers(path)
+    assert (type(tok.engine).__name__ == "Ranks") == by_tiktoken
+    texts = ["I said qz", "qqq" * 9999, *strings(300, seed=9, specials=SPECIALS)]
+    assert differing(tok, hf, texts) == []
+    added = {*tok.added.values()}
+    assert not any(added & {*tok.encode(text)} for text in [*texts, "<|IM_END|>"])
 
 
 @pytest.mark.parametrize("says", REFUSED)
@@ -1202,6 +1244,7 @@ def replaced(value, path, junk):
 def junk_files():
     post = dict(type="TemplateProcessing", single=[{"SpecialToken": {"id": "<e>", "type_id": 0}},
                                                    {"Sequence": {"id": "A", "type_id": 0}}],
+                pair=[{"Sequence": {"id": "A", "type_id": 0}}],
                 special_tokens={"<e>": {"id": "<e>", "ids": [3], "tokens": ["<e>"]}})
     split_step = dict(type="Split", pattern={"Regex": "c"}, behavior="Isolated", invert=False)
     content = spec(["a", "b", "ab"], [["a", "b"]], [dict(id=3, content="<e>")])
