@@ -11,15 +11,13 @@ import json
 import os
 import random
 import re
-import subprocess
-import sys
 import unicodedata
 
 import pytest
 import tiktoken
 
 from data import tokenizer as tokenizer_py
-from data.tasks import opens_thought, prompt_encoder
+from data.tasks import opens_thought, prompt_encoder, stop_end
 from data.tokenizer import Tokenizer
 
 tokenizers = pytest.importorskip("tokenizers")
@@ -210,7 +208,9 @@ def differing(tok, hf, texts):
     odd = []
     for text, ids in zip(texts, hf(texts, add_special_tokens=False)["input_ids"]):
         ours = tok.encode(text, special=True)
-        assert tok.decode(ours) == tok.decode(ids) == hf.decode(ids)
+        assert tok.decode(ours) == tok.decode(ids)
+        if tok.decoder or "\ufffd" not in hf.decode(ids):  # which breaks an added <é>
+            assert tok.decode(ids) == hf.decode(ids)
         if ours != ids:
             odd.append(text)
     return odd
@@ -231,15 +231,16 @@ def has_stacked_marks(tok, text):
 @pytest.mark.parametrize("kind", KINDS)
 def test_ids_equal_the_tokenizers_library(folders, kind):
     tok, hf = Tokenizer(folders[kind]), by_transformers(folders[kind])
-    texts = strings(3000, seed=1, specials=SPECIALS)
-    assert sum(any(s in t for s in SPECIALS) for t in texts) > 500
+    texts = strings(1000, seed=1, specials=SPECIALS)
+    assert sum(any(s in t for s in SPECIALS) for t in texts) > 150
     odd = differing(tok, hf, texts)
     print(f"{kind}: {len(odd)} of {len(texts)} strings differ")
     if kind == "digits":
-        assert all(has_absent_byte(tok, text) for text in odd) and len(odd) <= 30
+        assert all(has_absent_byte(tok, text) for text in odd) and len(odd) <= 10
     else:
         assert odd == []
     assert len(tok) == len(hf)
+    assert type(tok.engine).__name__ == ("Ranks" if kind in BY_TIKTOKEN else "Library")
 
 
 @needs_real
@@ -291,6 +292,70 @@ def test_negative_controls(folders, tmp_path, monkeypatch):
     assert wrong(Tokenizer(swap), "gpt2") > 25
 
 
+@pytest.mark.parametrize("kind", FALLBACK)
+def test_negative_controls_of_the_library(folders, tmp_path, kind):
+    """What would be caught: a space in front of what follows an added token, where a kind has none,
+    an engine that knows the added tokens, merges that make one."""
+    text = "a <|im_end|>user says"
+    tok, hf = Tokenizer(folders[kind]), by_transformers(folders[kind])
+    want, end = hf.encode(text, add_special_tokens=False), tok.added["<|im_end|>"]
+    assert tok.encode(text, special=True) == want and end not in tok.encode(text)
+    tok.engine.later = tok.engine.first
+    assert (tok.encode(text, special=True) != want) == (kind == "mistral")
+    content = json.loads(read(folders[kind], "tokenizer.json"))
+    tok.engine.first = tokenizers.Tokenizer.from_str(json.dumps(content))
+    assert end in tok.encode(text)
+
+    def merging(d):
+        vocab, made = d["model"]["vocab"], "<"
+        for c in "|im_end|>":
+            d["model"]["merges"].insert(len(made) - 1, [made, c])
+            made += c
+            vocab |= {x: vocab.get(x, len(vocab)) for x in (c, made)}
+        d["added_tokens"][-1]["id"] = len(vocab)  # <think>
+
+    tok = Tokenizer(edited(folders[kind], tmp_path, edit=merging))
+    ids = tok.encode("<|im_end|>")
+    assert end not in ids and tok.decode(ids) == "<|im_end|>"
+    merged = json.loads(read(tmp_path, "tokenizer.json")) | {"added_tokens": []}
+    assert end in tokenizers.Tokenizer.from_str(json.dumps(merged)).encode("<|im_end|>").ids
+
+
+@pytest.mark.parametrize("kind", FALLBACK)
+def test_what_fallback_needs(folders, tmp_path, kind):
+    """A token for each byte, and a decoder; an added token marked `normalized` is found as it
+    stands, where the library would miss it."""
+    def rename(d):
+        d["model"]["vocab"]["<0x0G>"] = d["model"]["vocab"].pop("<0x0A>")
+
+    def flags(d):
+        for added in d["added_tokens"]:
+            added["normalized"] = True
+
+    tok = Tokenizer(edited(folders[kind], tmp_path / "a", edit=flags))
+    hf, text = by_transformers(folders[kind]), "a<|im_end|>b"
+    assert tok.encode(text, special=True) == hf.encode(text, add_special_tokens=False)
+    assert tok.bytes[tok.encode("\0")[-1]] == b"\0" and tok.decode(tok.encode("\0 é ")) == "\0 é "
+    if kind == "llama2":  # the control
+        theirs = by_transformers(str(tmp_path / "a"))
+        assert theirs.encode(text, add_special_tokens=False) != tok.encode(text, special=True)
+    for says, edit in (("<0x0A> is not", rename),
+                       ("decoder is missing", lambda d: d.pop("decoder"))):
+        with pytest.raises(ValueError, match=f"tokenizer.json: .*{says}"):
+            Tokenizer(edited(folders[kind], tmp_path / "b", edit=edit))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_stop_strings(folders, kind):
+    """A response ends with the token that completes one, whatever tokens spell it."""
+    tok = Tokenizer(folders[kind])
+    ids = tok.encode("It is 42.\n\nQuestion: 3 + 4?\nAnswer: 7")
+    for stop in ("Question:", "\n\n", "42"):
+        end = stop_end(tok.decode, ids, [stop])
+        assert stop in tok.decode(ids[:end]) and stop not in tok.decode(ids[:end - 1])
+    assert stop_end(tok.decode, ids, ["Quest:"]) == 0
+
+
 def test_ids_need_not_follow_the_merge_order(folders, tmp_path):
     def shuffle(d):
         tokens = [t for t in d["model"]["vocab"] if t not in SPECIALS]
@@ -325,6 +390,8 @@ def test_text_never_yields_an_added_id_by_default(folders, kind):
     assert all(tok.encode(t, special=True) == [i] for t, i in tok.added.items())
     if kind != "digits":  # whose vocabulary cannot spell everything
         whole = [unicodedata.normalize("NFC", t) if tok.nfc else t for t in texts]
+        if kind == "mistral":  # a text's own first space is the one that is put in front
+            whole = [t.removeprefix(" ") for t in whole]
         assert [tok.decode(tok.encode(t)) for t in texts] == whole
 
 
@@ -342,10 +409,10 @@ def test_no_input_panics(folders, kind):
     assert tok.encode(broken, special=True) == tok.encode(text, special=True)
 
 
-@pytest.mark.parametrize("kind", ("gpt2", "qwen"))
+@pytest.mark.parametrize("kind", ("qwen", *FALLBACK))
 def test_long_runs_equal_the_tokenizers_library(folders, kind):
     tok, hf = Tokenizer(folders[kind]), by_transformers(folders[kind])
-    for run in (" " * 1_010_000 + "x", "\t" * 1_010_000, "a" * 100_000, "?" * 100_000):
+    for run in (" " * 1_010_000 + "x", "\t" * 300_000, "a" * 30_000, "?" * 30_000):
         assert tok.encode(run) == hf.encode(run, add_special_tokens=False), (run[:1], len(run))
 
 
@@ -775,11 +842,10 @@ def test_a_pattern_that_matches_nothing(pattern, folders, tmp_path, capfd):
     with pytest.raises(ValueError, match="tiktoken cannot split this text of . chara[^\n]*$"):
         Tokenizer(path).encode("foo bar")
     assert capfd.readouterr().err == ""
-    tok = Tokenizer(folders["qwen"])
-    tok.bpe = tiktoken.Encoding("x", pat_str="x*", special_tokens={}, mergeable_ranks={
+    bpe = tiktoken.Encoding("x", pat_str="x*", special_tokens={}, mergeable_ranks={
         bytes([b]): b for b in range(256)})
     with pytest.raises(BaseException, match="out of range"):
-        tok.bpe.encode_ordinary("foo bar")
+        bpe.encode_ordinary("foo bar")
     assert "panicked" in capfd.readouterr().err
 
 
@@ -842,23 +908,18 @@ def random_spec(rng):
 
 
 def test_random_merges_equal_the_tokenizers_library(tmp_path):
-    counts = dict(equal=0, refused=0, out_of_reach=0)
-    for seed in range(300):
+    counts = dict(Ranks=0, Library=0, out_of_reach=0)
+    for seed in range(250):
         rng = random.Random(seed)
         chars, content = random_spec(rng)
-        try:
-            ours, theirs = both(tmp_path, content)
-        except ValueError as e:
-            assert "no merge makes" in str(e) and content["model"]["ignore_merges"]
-            counts["refused"] += 1
-            continue
-        texts = ["".join(t) for n in range(1, 6) for t in itertools.product(chars, repeat=n)]
-        texts += ["".join(rng.choices(chars, k=rng.randint(9, 600))) for _ in range(5)]
+        ours, theirs = both(tmp_path, content)
+        texts = ["".join(t) for n in range(1, 5) for t in itertools.product(chars, repeat=n)]
+        texts += ["".join(rng.choices(chars, k=rng.randint(9, 600))) for _ in range(3)]
         for text in texts:
             assert ours.encode(text) == theirs.encode(text).ids, (seed, text)
-        counts["equal"] += 1
+        counts[type(ours.engine).__name__] += 1
         counts["out_of_reach"] += any(len(ours.encode(t)) > 1 for t in content["model"]["vocab"])
-    assert counts["equal"] > 200 and counts["out_of_reach"] > 80 and counts["refused"] < 120
+    assert counts["Ranks"] > 70 and counts["Library"] > 70 and counts["out_of_reach"] > 60
 
 
 def test_older_files_name_no_model_type(tmp_path):
@@ -1303,12 +1364,10 @@ def test_files_that_are_none(tmp_path):
             Tokenizer(str(tmp_path))
 
 
-def test_command_line(folders):
-    command = [sys.executable, "-m", "data.tokenizer", folders["qwen"], "the key", "<|im_end|>"]
-    out = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
-    assert out.returncode == 0, out.stderr
-    assert "tokens -> 'the key <|im_end|>'" in out.stdout
-    assert "'<|im_end|>'" in out.stdout.splitlines()[0]
+def test_command_line(folders, capsys):
+    tokenizer_py.main(folders["qwen"], "the key", "<|im_end|>")
+    out = capsys.readouterr().out
+    assert "tokens -> 'the key <|im_end|>'" in out and "'<|im_end|>'" in out.splitlines()[0]
 
 
 def test_command_line_refuses_in_one_line(folders, tmp_path):
