@@ -224,30 +224,31 @@ def difficulty(problems):
 def test_what_is_held_out_is_drawn_from_the_whole_file(tmp_path, plain):
     """Of a sorted or periodic file too, and the first of them are no other kind than the rest; so
     of a file of its own. The order of the lines does not matter."""
-    rows = sums(0, 2000)
-    task = made(write(tmp_path / "a.jsonl", rows), plain)
+    rows = sums(0, 400)
+    task = made(write(tmp_path / "a.jsonl", rows), plain, n_eval=30)
     held = task.file["eval"]
-    assert len(held) == 200 and task.n_eval == 99 and not set(texts(task, "train")) & set(
-        texts(task, "eval"))
-    assert 850 < difficulty(held) < 1150 and 850 < difficulty(task.get("eval", range(99))[0]) < 1150
-    assert 70 < sum(int(p.text.split()[0]) % 2 for p in held) < 130
+    assert len(held) == 40 and task.n_eval == 30
+    assert not {*texts(task, "train")} & {*texts(task, "eval")}
+    assert 150 < difficulty(held) < 250
+    assert 150 < difficulty(task.get("eval", range(30))[0]) < 250
+    assert 13 < sum(int(p.text.split()[0]) % 2 for p in held) < 27
     turned = made(write(tmp_path / "b.jsonl", rows[::-1]), plain)
     assert texts(turned, "eval") == texts(task, "eval")
-    own = made(write(tmp_path / "c.jsonl", sums(2000, 2020)), plain,
+    own = made(write(tmp_path / "c.jsonl", sums(400, 420)), plain, n_eval=30,
                eval_task=write(tmp_path / "a.jsonl", rows))
-    assert 850 < difficulty(own.get("eval", range(99))[0]) < 1150
+    assert 150 < difficulty(own.get("eval", range(30))[0]) < 250
     # one more problem: at most one changes sides
-    more = made(write(tmp_path / "d.jsonl", sums(0, 2001)), plain)
-    assert len(set(texts(more, "eval")) ^ set(texts(task, "eval"))) <= 2
+    more = made(write(tmp_path / "d.jsonl", sums(0, 401)), plain)
+    assert len({*texts(more, "eval")} ^ {*texts(task, "eval")}) <= 2
     # control: every tenth line of a periodic file, and the first lines of a sorted one
     problems = read_problems(write(tmp_path / "a.jsonl", rows))
     assert {int(p.text.split()[0]) % 2 for p in problems[::10]} == {0}
-    assert difficulty(problems[::10][:99]) < 500
+    assert difficulty(problems[::10][:20]) < 100
 
 
 def test_later_held_out_problems_are_others(tmp_path, plain):
     """eval_first counts in the same order."""
-    path = write(tmp_path / "a.jsonl", sums(0, 300))
+    path = write(tmp_path / "a.jsonl", sums(0, 200))
     first, later = made(path, plain, n_eval=10), made(path, plain, n_eval=10, eval_first=10)
     got = [[p.text for p in x.get("eval", range(10))[0]] for x in (first, later)]
     assert got[0] + got[1] == texts(first, "eval")[:20] and not set(got[0]) & set(got[1])

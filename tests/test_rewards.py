@@ -244,26 +244,23 @@ def test_a_dry_run_does_not_ask_it(mine, capsys, monkeypatch):
         train_here(*ask, "--out_dir=somewhere")
 
 
-@pytest.mark.parametrize("what, value, before", [
-    ("grad_enabled", "False", True), ("default_dtype", "torch.float64", torch.float32),
-    ("default_device", "'meta'", torch.device("cpu"))])
-def test_what_it_sets_in_torch_is_set_back(what, value, before, mine, tmp_path):
+def test_what_it_sets_in_torch_is_set_back(mine, tmp_path):
     """Whether it does so when it is imported or when it is called: the run is the same."""
-    def now():
-        return dict(grad_enabled=torch.is_grad_enabled(), default_dtype=torch.get_default_dtype(),
-                    default_device=torch.get_default_device())[what]
-
     mine(SCORE)
     train_here("--reward=mine:score", "--steps=1", f"--out_dir={tmp_path}/plain")
-    sets = f"import torch\ntorch.set_{what}({value})\n"
-    mine(sets + SCORE.replace("    digits", f"    torch.set_{what}({value})\n    digits"))
-    train_here("--reward=mine:score", "--steps=1", f"--out_dir={tmp_path}/sets")
-    assert now() == before and read_log(f"{tmp_path}/sets") == read_log(f"{tmp_path}/plain")
-    exec(sets)
-    assert now() != before  # the control
-    torch.set_grad_enabled(True)
-    torch.set_default_dtype(torch.float32)
-    torch.set_default_device(None)
+    for what, value, now in (
+            ("grad_enabled", "False", torch.is_grad_enabled),
+            ("default_dtype", "torch.float64", torch.get_default_dtype),
+            ("default_device", "'meta'", torch.get_default_device)):
+        before, sets = now(), f"torch.set_{what}({value})\n"
+        mine(f"import torch\n{sets}" + SCORE.replace("    digits", f"    {sets}    digits"))
+        train_here("--reward=mine:score", "--steps=1", f"--out_dir={tmp_path}/{what}")
+        assert now() == before and read_log(tmp_path / what) == read_log(tmp_path / "plain")
+        exec(sets)
+        assert now() != before  # the control
+        torch.set_grad_enabled(True)
+        torch.set_default_dtype(torch.float32)
+        torch.set_default_device(None)
 
 
 def test_a_real_interrupt_is_no_failure(mine, monkeypatch):
@@ -302,6 +299,7 @@ def test_the_stop_token_is_given(mine, tmp_path):
     assert step["reward_inside"] == 0
 
 
+FAILING = ["--reward=mine:score", "--steps=3", "--save_every=9", "--eval_every=2"]
 FAILS = ("N = 0\nOdd = type('Odd', (Exception,), dict(__str__=None))\n"
          "def score(row, text, tokens):\n    global N\n    N += 1\n    if N == {}:\n"
          "        {}\n    return sum(map(str.isdigit, text)) / max(1, len(text))\n")
@@ -311,37 +309,27 @@ FAILS = ("N = 0\nOdd = type('Odd', (Exception,), dict(__str__=None))\n"
 @pytest.mark.parametrize("n, bug, where, say", [
     (8 + 8 + 2, "row['level']", "training problem 2", r"raised KeyError: 'level' \(.*mine.py:7\); "
      "the row has prompt, answer"),
-    (8 + 8 + 5, "return None", "training problem 3", "must be a finite number, got None"),
-    (8 + 8 + 8, "return dict(reward=1, x=1)", "training problem 3",
-     "has the names reward, x, before it had reward: must be the same in each call"),
     (8 + 16 + 3, "raise SystemExit(2)", "held-out problem 2",
-     r"raised SystemExit: 2 \(.*mine.py:7\)"),
-    (8 + 16 + 3, "raise KeyboardInterrupt", "held-out problem 2",
-     r"raised KeyboardInterrupt \(.*mine.py:7\)"),
-    (8 + 8 + 2, "raise Odd", "training problem 2",
-     r"raised Odd: its text cannot be made \(.*mine.py:7\)"),
-    (8 + 8 + 2, r"raise ValueError('a\x1b[2J\nb')", "training problem 2",
-     r"raised ValueError: a\\x1b\[2J b \(.*mine.py:7\)")])
+     r"raised SystemExit: 2 \(.*mine.py:7\)")])
 def test_a_function_that_fails_loses_nothing(n, bug, where, say, mine, tmp_path, capsys):
     """What was learned before is saved; the run goes on at that very step and ends as one that
     never failed."""
-    out, ask = tmp_path / "out", ["--reward=mine:score", "--steps=3", "--save_every=9",
-                                  "--eval_every=2"]
-    path, step = mine(FAILS.format(n, bug)), 1 if "training" in where else 2
+    out, step = tmp_path / "out", 1 if "training" in where else 2
+    path = mine(FAILS.format(n, bug))
     with pytest.raises(SystemExit, match=(
             rf"^error: the reward of {where} \('Repeat .*', response '.*'\) {say}; "
             rf".*ckpt.pt holds step {step}$")):
-        train_here(*ask, f"--out_dir={out}")
+        train_here(*FAILING, f"--out_dir={out}")
     assert read_checkpoint(out)["step"] == step
     assert [len(rows) for rows in read_log(out)] == [1, step]
     mine(FAILS.format(0, "pass"))
     capsys.readouterr()
-    train_here(*ask, "--resume=True", f"--out_dir={out}")
+    train_here(*FAILING, "--resume=True", f"--out_dir={out}")
     said = f"resumed at step {step}\nreward: {path} is another than before step {step}\n"
     assert capsys.readouterr().out.startswith(said)
     mine(FAILS.format(0, "pass"))
     whole = tmp_path / "whole"
-    train_here(*ask, f"--out_dir={whole}")
+    train_here(*FAILING, f"--out_dir={whole}")
     assert "is another" not in capsys.readouterr().out
     log = read_log(out)
     after = [row for rows in log for row in rows if "changed" in row]  # the next line says so too
@@ -351,6 +339,22 @@ def test_a_function_that_fails_loses_nothing(n, bug, where, say, mine, tmp_path,
     assert log == read_log(whole) and len(log[1]) == 3
     files = ("samples.txt", "model/model.safetensors")
     assert all((out / name).read_bytes() == (whole / name).read_bytes() for name in files)
+
+
+@pytest.mark.parametrize("bug, say", [
+    ("return None", "must be a finite number, got None"),
+    ("return dict(reward=1, x=1)",
+     "has the names reward, x, before it had reward: must be the same in each call"),
+    ("raise KeyboardInterrupt", r"raised KeyboardInterrupt \(.*mine.py:7\)"),
+    ("raise Odd", r"raised Odd: its text cannot be made \(.*mine.py:7\)"),
+    (r"raise ValueError('a\x1b[2J\nb')", r"raised ValueError: a\\x1b\[2J b \(.*mine.py:7\)")])
+def test_how_a_function_fails(bug, say, mine, tmp_path):
+    """Here in the first step, behind an evaluation: what is saved is where it began."""
+    mine(FAILS.format(8 + 5, bug))
+    with pytest.raises(SystemExit, match=rf"^error: the reward of training problem 1 .* {say}; "
+                                         r".*ckpt.pt holds step 0$"):
+        train_here(*FAILING, f"--out_dir={tmp_path}/out")
+    assert read_checkpoint(tmp_path / "out")["step"] == 0
 
 
 def test_a_function_that_fails_at_first_saves_nothing(mine, tmp_path, capsys):
