@@ -12,8 +12,7 @@ What stands between the matrix products (RMSNorm, rotation, SwiGLU) is written o
 a GPU the kernels of fast/fused.py compute the same.
 
 Left out on purpose: dropout, sliding windows, mixture of experts, YaRN and other RoPE
-scalings but Llama 3's (all refused by name), quantised weights, sentencepiece models'
-tokenizers.
+scalings but Llama 3's (all refused by name), quantised weights.
 
 Parameter names are those of the checkpoint without the leading "model.", so loading is a
 strict comparison of names and shapes and saving is its inverse. q, k, v and gate, up are

@@ -1,21 +1,21 @@
 """
-Makes the small checkpoint in data/tiny/ from nothing: a tokenizer, a Qwen3-shaped model of
-1.1 M parameters, its training.
+Makes the small checkpoint in data/tiny/ from nothing: a tokenizer, a Qwen3-shaped model of 1.1 M
+parameters, its training.
 
     python -m data.pretrain [FOLDER]      # data/tiny unless named
 
 The idea. RL should have something to teach, so the checkpoint is a base model that can nearly do
-the tasks kv, kv4 and kv16: it finds a code in a list of facts, but does not yet know the form of
-an answer with several codes. On real prompts right after copying a small model stays at "some code
-of the list". A curriculum helps:
+the tasks kv, kv4 and kv16: it finds a code in a list of facts, but does not yet know the form of an
+answer with several codes. On real prompts right after copying a small model stays at "some code of
+the list". A curriculum helps:
 1. copying. Rows of random tokens in which one span stands twice, at other places in every row,
    until the model continues the second occurrence: this forms the induction circuit (what came
    after this token the last time?).
 2. the task with gaps closed. " apple is 4817" answers " apple" by induction only if nothing stands
-   between key and code. So rows first lose all tokens but keys, digits and the stop token, then,
-   as accuracy allows, fewer and fewer kinds of them, until they are the real prompts. Each list of
-   facts is asked about several times, to be efficient.
-   Codes are found first; the order of the keys in long answers comes last.
+   between key and code. So rows first lose all tokens but keys, digits and the stop token, then, as
+   accuracy allows, fewer and fewer kinds of them, until they are the real prompts. Each list of
+   facts is asked about several times, to be efficient. Codes are found first; the order of the keys
+   in long answers comes last.
 It ends in the middle of that: at the first step, looked at every 5 once the prompts are whole, at
 which sampled answers to kv4 earn `target`. Then some reward is there to learn from, and the form is
 not. Later snapshots know the form: then the full cache has nothing left to learn (docs/results.md).
@@ -92,9 +92,9 @@ def words():
 
 
 def merged_tokens():
-    """-> vocabulary (token -> id), merges: byte-level BPE made by hand. 256 bytes, all
-    numbers of two and three digits, and every word of words.txt, letter by letter
-    from its start, so that no merge begins inside a word. Ids are in merge order."""
+    """-> vocabulary (token -> id), merges: byte-level BPE made by hand. 256 bytes, all numbers of
+    two and three digits, and every word of words.txt, letter by letter from its start, so that no
+    merge begins inside a word. Ids are in merge order."""
     char = {b: c for c, b in BYTE_OF.items()}
     vocab, merges = {char[b]: b for b in range(256)}, []
 
@@ -134,15 +134,14 @@ def build_tokenizer():
 
 
 def new_model(raw):
-    """Random weights. Embeddings have length about 1, so that a copied token stands out
-    among the logits from the start."""
+    """Random weights. Embeddings have length about 1, so that a copied token stands out among the
+    logits from the start."""
     model = Transformer(Config.from_dict(raw))
     for name, p in model.named_parameters():
         if p.dim() < 2:
             continue
         std = p.shape[1] ** -0.5
-        # what a branch adds to the residual is smaller, so that depth does not blow up the
-        # sum
+        # what a branch adds to the residual is smaller, so that depth does not blow up the sum
         if "o_proj" in name or "down_proj" in name:
             std *= 0.35
         torch.nn.init.normal_(p, std=std)
@@ -163,9 +162,8 @@ def causal(rows):
 
 
 def copy_batch(rng, words):
-    """Stage 1 -> ids (rows, T), mask (rows, T) of the tokens that repeat what followed
-    before. Lengths and places differ from row to row: one fixed distance would be learnt as
-    just that."""
+    """Stage 1 -> ids (rows, T), mask (rows, T) of the tokens that repeat what followed before.
+    Lengths and places differ from row to row: one fixed distance would be learnt as just that."""
     ids = words[torch.randint(len(words), (copy_rows, copy_length), generator=rng)]
     mask = torch.zeros_like(ids, dtype=torch.bool)
     for row, m in zip(ids, mask):

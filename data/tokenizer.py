@@ -11,15 +11,15 @@ regex here finds) runs in the tokenizers library, which reads the file by itself
 built without the added tokens, so that no text can become one; this file looks for them.
 
 What differs from transformers' AutoTokenizer on purpose:
-- text that spells an added token stays text unless special=True, and so does what a message
-  says: only the chat template's own text ends a turn. An assistant's thought is one, though:
-  <think> and </think> in its messages are the tokens.
-- encode puts nothing in front; a chat template writes its own BOS, and a second one is a
-  classic mistake. What post_processor puts in front is `bos_ids`, for prompts without a
-  template; what it puts behind is left out, as the response follows.
+- text that spells an added token stays text unless special=True, and so does what a message says:
+  only the chat template's own text ends a turn. An assistant's thought is one, though: <think> and
+  </think> in its messages are the tokens.
+- encode puts nothing in front; a chat template writes its own BOS, and a second one is a classic
+  mistake. What post_processor puts in front is `bos_ids`, for prompts without a template; what it
+  puts behind is left out, as the response follows.
 - a token with which the template ends a turn is a stop token, whatever the checkpoint says.
-- a template's strftime_now is always DATE, and it has no random filter: a prompt does not
-  depend on the day.
+- a template's strftime_now is always DATE, and it has no random filter: a prompt does not depend on
+  the day.
 - added tokens that are marked `normalized` are looked for in normalised text where that is NFC,
   else as they stand: after Llama 2's normalizer, which puts a space in front, older files of its
   would find </s> only behind a space.
@@ -81,15 +81,15 @@ THOUGHT = ("<think>", "</think>")      # stay in every text: they tell thought a
 
 
 class Tokenizer:
-    """`Tokenizer(path)`: the tokenizer of a checkpoint, from a folder or from the hub repository
-    of that name. template_file: a chat template in place of the checkpoint's.
+    """`Tokenizer(path)`: the tokenizer of a checkpoint, from a folder or from the hub repository of
+    that name. template_file: a chat template in place of the checkpoint's.
 
     len(tok): usable ids (largest + 1), to which `model.vocab_used` can be lowered; absent: ids
-    below that without a token; stop_ids: ids that end a response; bos_ids: ids that begin a
-    prompt without chat template; has_chat: is there a chat template; added: text -> id of the
-    added tokens; bytes: id -> bytes of every token; notes: lines that a user should read.
-    Raises FileNotFoundError without a tokenizer.json, ValueError, which names file and key, for
-    a tokenizer that this file would run wrongly."""
+    below that without a token; stop_ids: ids that end a response; bos_ids: ids that begin a prompt
+    without chat template; has_chat: is there a chat template; added: text -> id of the added
+    tokens; bytes: id -> bytes of every token; notes: lines that a user should read. Raises
+    FileNotFoundError without a tokenizer.json, ValueError, which names file and key, for a
+    tokenizer that this file would run wrongly."""
 
     def __init__(self, path, template_file=""):
         path = find_checkpoint(path)
@@ -131,8 +131,8 @@ class Tokenizer:
             for option in ("lstrip", "rstrip", "single_word"):
                 if entry(t, option, bool, False):
                     raise ValueError(f"added token {text!r} has {option}, which is not supported")
-            # tokens marked `normalized` are looked for, normalised, in the normalised text,
-            # the others before normalising
+            # tokens marked `normalized` are looked for, normalised, in the normalised text, the
+            # others before normalising
             if entry(t, "normalized", bool, False) and self.nfc:
                 text = NFC(text)
                 late.add(text)
@@ -193,8 +193,7 @@ class Tokenizer:
         return tuple(ids)
 
     def _read_stop_ids(self, path):
-        # a set: Qwen2.5-Instruct ends a turn with <|im_end|> and a document with
-        # <|endoftext|>
+        # a set: Qwen2.5-Instruct ends a turn with <|im_end|> and a document with <|endoftext|>
         stops = set()
         for file in ("generation_config.json", "config.json"):
             ids = read_json(os.path.join(path, file), {}).get("eos_token_id")
@@ -244,8 +243,8 @@ class Tokenizer:
         return sorted(set(range(len(self))) - self.bytes.keys())
 
     def encode(self, text, special=False):
-        """text -> ids, nothing added. special=True turns text that spells an added token into
-        that token's id."""
+        """text -> ids, nothing added. special=True turns text that spells an added token into that
+        token's id."""
         return self._encode(text, special)
 
     def _encode(self, text, special, masked=False):
@@ -256,8 +255,8 @@ class Tokenizer:
             text = text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
         added, ids, first = (self.added if special else {}), [], True
         for part in self.cut_early(text) if special else [text]:
-            # part by part, or a combining mark behind <|im_end|> would compose with its ">"
-            # and undo the token
+            # part by part, or a combining mark behind <|im_end|> would compose with its ">" and
+            # undo the token
             if self.nfc and part not in added:
                 part = NFC(part)
             for piece in self.cut_late(part) if special else [part]:
@@ -276,9 +275,9 @@ class Tokenizer:
         return found[0] if found else ""
 
     def decode(self, ids, special=True):
-        """ids -> text; bytes that are no UTF-8 become U+FFFD. special=False leaves out stop
-        tokens and added tokens marked `special`, by id, but <think> and </think> stay.
-        ValueError for an id without a token."""
+        """ids -> text; bytes that are no UTF-8 become U+FFFD. special=False leaves out stop tokens
+        and added tokens marked `special`, by id, but <think> and </think> stay. ValueError for an
+        id without a token."""
         left_out = () if special else self.hidden.union(self.stop_ids)
         ids = [i for i in map(int, ids) if i not in left_out]
         try:
@@ -298,11 +297,11 @@ class Tokenizer:
         """messages, a list of {"role", "content"} -> ids of the rendered chat template.
 
         The template decides all: Qwen2.5 and SmolLM2 write a system prompt of their own if
-        `messages` has none. What messages say is text, but for an assistant's <think> and
-        </think>: special tokens come from the template, from roles and from `arguments`, which
-        go to the template (enable_thinking=False). So it writes twice: what is wanted, and the
-        same with masks. Raises ValueError without a template, when the template refuses the
-        messages or does not know an argument."""
+        `messages` has none. What messages say is text, but for an assistant's <think> and </think>:
+        special tokens come from the template, from roles and from `arguments`, which go to the
+        template (enable_thinking=False). So it writes twice: what is wanted, and the same with
+        masks. Raises ValueError without a template, when the template refuses the messages or does
+        not know an argument."""
         if not self.has_chat:
             raise ValueError("this checkpoint has no chat template")
         unknown = arguments.keys() - self.template.variables | arguments.keys() & {"messages"}
@@ -407,8 +406,8 @@ def check_id(value, what):
 
 
 def check_vocabulary(vocab, added):
-    """Every id is one, and belongs to one token. added: text -> id of the added tokens, which
-    are different."""
+    """Every id is one, and belongs to one token. added: text -> id of the added tokens, which are
+    different."""
     owner = {i: text for text, i in added.items()}
     for text, i in vocab.items():
         check_id(i, f"vocabulary entry {text!r}"[:100])
@@ -500,8 +499,8 @@ def read_pattern(pre):
         case [{"type": "Split", "pattern": {"Regex": str(pattern)},
                "behavior": "Isolated", "invert": False},
               {"type": "ByteLevel", "add_prefix_space": False, "use_regex": False}]:
-            # Isolated keeps what the pattern does not match as pieces of their own, where
-            # tiktoken would drop it
+            # Isolated keeps what the pattern does not match as pieces of their own, where tiktoken
+            # would drop it
             return rf"(?:{pattern})|(?:(?!{pattern})[\s\S])+"
     return None
 
@@ -559,8 +558,8 @@ class TemplateApart(Apart):
 
 
 class Template:
-    """A chat template, a program from the internet: sandboxed, it cannot change what it is
-    handed, and what it writes is bounded.
+    """A chat template, a program from the internet: sandboxed, it cannot change what it is handed,
+    and what it writes is bounded.
 
     file: where it stands. variables: the names that it takes from outside. Raises ValueError."""
 
@@ -598,8 +597,8 @@ class Template:
 
 
 def environment():
-    """What transformers offers to templates, but for what would make prompts differ from day
-    to day."""
+    """What transformers offers to templates, but for what would make prompts differ from day to
+    day."""
     from jinja2 import TemplateError, nodes, pass_environment
     from jinja2.ext import Extension
     from jinja2.filters import make_attrgetter
@@ -781,8 +780,8 @@ def as_said(value, thinks):
 
 
 def as_transformers(messages):
-    """Messages as transformers hands them to a template: without what is null, a thought under
-    both of its names."""
+    """Messages as transformers hands them to a template: without what is null, a thought under both
+    of its names."""
     found = []
     for message in messages:
         message = {name: value for name, value in message.items() if value is not None}
