@@ -49,8 +49,9 @@ from support.run import choose_device, one_line_errors
 HERE = os.path.dirname(os.path.abspath(__file__))
 TINY = os.path.join(HERE, "tiny")
 
-shape = dict(hidden_size=128, intermediate_size=384, num_hidden_layers=4, num_attention_heads=4,
-             num_key_value_heads=2, head_dim=32)
+shape = dict(hidden_size=128, intermediate_size=384,
+             num_hidden_layers=4, num_attention_heads=4, num_key_value_heads=2,
+             head_dim=32)
 learning_rate = 3e-3
 weight_decay = 0.01
 clip = 1.0               # largest gradient norm
@@ -121,12 +122,15 @@ def merged_tokens():
 def build_tokenizer():
     """-> tokenizer.json as a dict"""
     vocab, merges = merged_tokens()
-    stop = dict(id=len(vocab), content=STOP, special=True, normalized=False, single_word=False,
-                lstrip=False, rstrip=False)
-    split = dict(type="Split", pattern=dict(Regex=SPLIT), behavior="Isolated", invert=False)
-    byte_level = dict(type="ByteLevel", add_prefix_space=False, trim_offsets=True, use_regex=False)
-    bpe = dict(type="BPE", dropout=None, unk_token=None, continuing_subword_prefix=None,
-               end_of_word_suffix=None, fuse_unk=False, byte_fallback=False, ignore_merges=False,
+    stop = dict(id=len(vocab), content=STOP, special=True, normalized=False,
+                single_word=False, lstrip=False, rstrip=False)
+    split = dict(type="Split", pattern=dict(Regex=SPLIT), behavior="Isolated",
+                 invert=False)
+    byte_level = dict(type="ByteLevel", add_prefix_space=False,
+                      trim_offsets=True, use_regex=False)
+    bpe = dict(type="BPE", dropout=None, unk_token=None,
+               continuing_subword_prefix=None, end_of_word_suffix=None,
+               fuse_unk=False, byte_fallback=False, ignore_merges=False,
                vocab=vocab, merges=merges)
     return dict(version="1.0", truncation=None, padding=None, added_tokens=[stop], normalizer=None,
                 pre_tokenizer=dict(type="Sequence", pretokenizers=[split, byte_level]),
@@ -235,7 +239,8 @@ def evaluate(model, tok, task, n, group, temperature):
     exact = torch.are_deterministic_algorithms_enabled()
     torch.use_deterministic_algorithms(False)  # sampling has its own generator
     r = generate(model, [encode(p.text) for p in problems], group, longest,
-                 temperature=temperature, eviction=Eviction("none"), stop_ids=tok.stop_ids)
+                 temperature=temperature, eviction=Eviction("none"),
+                 stop_ids=tok.stop_ids)
     torch.use_deterministic_algorithms(exact)
     earned, form = [], []
     for p, tokens, lengths in zip(problems, r.tokens.tolist(), r.lengths.tolist()):
@@ -250,10 +255,11 @@ def write_json(folder):
     """Everything of the checkpoint but its weights. -> config.json as a dict"""
     tokenizer = build_tokenizer()
     stop = len(tokenizer["model"]["vocab"])
-    config = dict(architectures=["Qwen3ForCausalLM"], model_type="qwen3", **shape,
-                  vocab_size=stop + 1, tie_word_embeddings=True, max_position_embeddings=2048,
-                  rms_norm_eps=1e-6, rope_theta=10000.0, attention_bias=False, hidden_act="silu",
-                  eos_token_id=stop)
+    config = dict(architectures=["Qwen3ForCausalLM"], model_type="qwen3",
+                  **shape, vocab_size=stop + 1,
+                  tie_word_embeddings=True, max_position_embeddings=2048,
+                  rms_norm_eps=1e-6, rope_theta=10000.0,
+                  attention_bias=False, hidden_act="silu", eos_token_id=stop)
     named = dict(tokenizer_class="PreTrainedTokenizerFast", eos_token=STOP,
                  clean_up_tokenization_spaces=False)
     sampling = dict(eos_token_id=stop, do_sample=True, temperature=1.0)
@@ -279,9 +285,11 @@ def training(model, tok, seed):
     print(f"{size:,} parameters, {len(tok)} tokens, {len(copied)} of them in stage 1")
     device = model.device
     every = torch.ones(len(tok), dtype=torch.bool, device=device)
-    number = torch.isin(torch.arange(len(tok)), torch.tensor(sorted(numbers))).to(device)
+    number = torch.isin(torch.arange(len(tok)),
+                        torch.tensor(sorted(numbers))).to(device)
 
-    opt = torch.optim.AdamW(model.parameters(), betas=(0.9, 0.98), weight_decay=weight_decay)
+    opt = torch.optim.AdamW(model.parameters(), betas=(0.9, 0.98),
+                            weight_decay=weight_decay)
     rng, start = torch.Generator().manual_seed(seed), time.time()
     stage, first, mean, removed = 1, 0, 0.0, 1.0  # first: the step at which the stage began
     for step in range(max_steps):
@@ -302,7 +310,8 @@ def training(model, tok, seed):
                   f"removed {removed:.2f}  {(time.time() - start) / 60:4.1f} min", flush=True)
         if stage > 1 and removed < 0.5 and step % eval_every == 0:
             for task in mixture:
-                earned, form = evaluate(model, tok, task, n=32, group=1, temperature=0.0)
+                earned, form = evaluate(model, tok, task, n=32, group=1,
+                                        temperature=0.0)
                 print(f"    held-out {task}, greedy: reward {earned:.3f}  form {form:.3f}",
                       flush=True)
         yield step, stage == 2 and removed == 0
@@ -325,8 +334,8 @@ def main(out_dir=TINY, device="cpu", seed=0, stop=None):
     for step, whole in training(model, tok, seed):
         enough = False
         if whole and step % check_every == 0 and stop is None:
-            earned, form = evaluate(model, tok, "kv4", check_problems, group=check_group,
-                                    temperature=1.0)
+            earned, form = evaluate(model, tok, "kv4", check_problems,
+                                    group=check_group, temperature=1.0)
             print(f"step {step:4d}  held-out kv4, sampled: reward {earned:.4f}  form {form:.4f}",
                   flush=True)
             enough = earned >= target
@@ -344,7 +353,8 @@ if __name__ == "__main__":
     a.add_argument("folder", nargs="?", default=TINY)
     a.add_argument("--device", default="cpu", help="on a GPU it takes two minutes")
     a.add_argument("--seed", type=int, default=0)
-    a.add_argument("--stop", type=int, help="write the model of this step, whatever it can do")
+    a.add_argument("--stop", type=int,
+                   help="write the model of this step, whatever it can do")
     a = a.parse_args()
     with one_line_errors(ValueError, OSError):
         choose_device(a)

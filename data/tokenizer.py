@@ -59,7 +59,8 @@ from support.run import muted
 # onwards in byte order
 PRINTABLE = [*range(33, 127), *range(161, 173), *range(174, 256)]
 OTHERS = sorted(set(range(256)) - set(PRINTABLE))
-BYTE_OF = {chr(b): b for b in PRINTABLE} | {chr(256 + n): b for n, b in enumerate(OTHERS)}
+BYTE_OF = {chr(b): b for b in PRINTABLE}
+BYTE_OF |= {chr(256 + n): b for n, b in enumerate(OTHERS)}
 
 NFC = tokenizers.normalizers.NFC().normalize_str
 GPT2 = r"'(?:[sdmt]|ll|ve|re)| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
@@ -162,8 +163,10 @@ class Tokenizer:
         # no merge may make an added token, even where the vocabulary lists it
         vocab = {t: i for t, i in model["vocab"].items() if t not in self.added}
         merges = read_merges(entry(model, "merges", list), model["vocab"])
-        merges = [pair for pair in merges if not {*pair, "".join(pair)} & self.added.keys()]
-        absent = absent_bytes(vocab, byte_level, entry(model, "byte_fallback", bool, False))
+        merges = [pair for pair in merges
+                  if not {*pair, "".join(pair)} & self.added.keys()]
+        absent = absent_bytes(vocab, byte_level,
+                              entry(model, "byte_fallback", bool, False))
         if absent and entry(model, "unk_token", str, ""):
             raise ValueError(f"unk_token {shown(model['unk_token'])} in place of {len(absent)} "
                              "absent bytes is not supported")
@@ -342,7 +345,8 @@ class Ranks:
 
     def __call__(self, text, first):
         with no_panic(f"tiktoken cannot split this text of {len(text)} characters"):
-            ranks = [rank for part in cut_space(text) for rank in self.bpe.encode_ordinary(part)]
+            ranks = [rank for part in cut_space(text)
+                     for rank in self.bpe.encode_ordinary(part)]
         return [self.ids[rank] for rank in ranks if self.ids[rank] is not None]
 
 
@@ -391,7 +395,8 @@ def naming(path, name):
     try:
         yield
     # whatever types may stand in a JSON file
-    except (ValueError, KeyError, TypeError, AttributeError, IndexError, RecursionError) as e:
+    except (ValueError, KeyError, TypeError, AttributeError, IndexError,
+            RecursionError) as e:
         why = " ".join(str(e).split())
         if isinstance(e, KeyError):
             why = f"{why} is missing"
@@ -633,7 +638,8 @@ def environment():
     def join(env, values, between="", attribute=None):
         if attribute is not None:
             values = map(make_attrgetter(env, attribute), values)
-        return joined(x for value in values for x in (between, str(value)))[len(between):]
+        return joined(x for value in values
+                      for x in (between, str(value)))[len(between):]
 
     env = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True,
                                         extensions=["jinja2.ext.loopcontrols", Generation])
@@ -788,7 +794,8 @@ def as_transformers(messages):
         thoughts = [message[name] for name in ("reasoning_content", "thinking", "reasoning")
                     if name in message]
         if thoughts:
-            message = {"thinking": thoughts[0], **message, "reasoning_content": thoughts[0]}
+            message = {"thinking": thoughts[0], **message,
+                       "reasoning_content": thoughts[0]}
         found.append(message)
     return found
 

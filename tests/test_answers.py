@@ -620,28 +620,34 @@ MATH = [
 ]
 TABLE["math"] = [("LaTeX", gold, rf"\boxed{{{found}}}", right) for gold, *boxes in MATH
                  for right, column in zip((1, 0), boxes) for found in column]
-TABLE["math"] += [
-        ("leak", "1/2", r"-\boxed{0.5}", 0), ("leak", "1/2", r"\boxed{0.5} or \boxed{0.6}", 0),
-        ("leak", "1/2", "0.5", 0), ("leak", "1/2", r"\boxed{0.5", 0),
-        ("thought", "1/2", r"<think>\boxed{0.5}</think>It is 0.5", 0)]
+TABLE["math"] += [("leak", "1/2", r"-\boxed{0.5}", 0),
+                  ("leak", "1/2", r"\boxed{0.5} or \boxed{0.6}", 0),
+                  ("leak", "1/2", "0.5", 0), ("leak", "1/2", r"\boxed{0.5", 0),
+                  ("thought", "1/2", r"<think>\boxed{0.5}</think>It is 0.5", 0)]
 # kinds of which every member is tried, beside a value that would be paid by mistake
-LEADS = [r"\approx", r"\Rightarrow", r"\text{Answer: }", r"\displaystyle", r"\therefore ", r"\to",
-         r"\implies", r"\quad", r"\mathrm{is}", r"\rightarrow{}", r"\color{red}", r"\;", "$", r"\(",
-         r"\left(", "{", "(", "[", "_", "__", "**", "`", "=> ", "&=", "<b>", "{Answer: }", "&nbsp;",
-         "→", r"\hspace{1mm}", r"\textbf{The answer is: }", "{}"]
+LEADS = [r"\approx", r"\Rightarrow", r"\text{Answer: }",
+         r"\displaystyle", r"\therefore ", r"\to", r"\implies", r"\quad",
+         r"\mathrm{is}", r"\rightarrow{}", r"\color{red}", r"\;", "$", r"\(",
+         r"\left(", "{", "(", "[", "_", "__", "**", "`", "=> ", "&=",
+         "<b>", "{Answer: }", "&nbsp;", "→",
+         r"\hspace{1mm}", r"\textbf{The answer is: }", "{}"]
 APART = [f"{lead}{between}" for lead in ("is", "→", r"\approx", r"\implies", "=", "=>")
          for between in (" - ", " -\n", " -\n\n", " -\r\n", " \u2013 ", r" -\,", " **- ", " $- ",
                          r" \(- ", " -`")]
-VALUES = [r"\pi-5", r"2\pi - 5", "x^{2}-5", "f(x)-5", r"\theta - 5", r"\sqrt{-5}", r"\log(-5)",
-          r"\pm 5", r"\mp5", "+/- 5", "1/-5", "x_{-5}", "a_-5", "10^{-5}", "x - 5", r"\alpha5",
-          r"\frac52", r"\text{x}-5", "<sup>-</sup>5", "{0}.5", "\n\n-\n5"]
-SEPARATORS = [r",\!", r"{,}\!", r"\,\!", r",\,\!", r"\mathord{,}", r"\mathpunct{,}", r"\text{,}",
-              "{,}", "{,} ", r"\thickspace ", r"\medspace{}", r"\thinspace ", r"\ ", r"\;", "~",
-              r"{\,}", "{ , } ", r"{\small ,}", r"\hspace{1mm}", r"\space ", r"\kern1mu ",
-              r",\allowbreak ", r",\negthinspace ", "_", "'", "’", "‘", "ʼ", "′", "´", "＇",
-              "\u066c", "\u060c", "\u201a", "，", "<wbr>", ",<wbr>", "&thinsp;", "&nbsp;", "\u00a0",
+VALUES = [r"\pi-5", r"2\pi - 5", "x^{2}-5", "f(x)-5", r"\theta - 5",
+          r"\sqrt{-5}", r"\log(-5)", r"\pm 5", r"\mp5", "+/- 5", "1/-5",
+          "x_{-5}", "a_-5", "10^{-5}", "x - 5", r"\alpha5", r"\frac52",
+          r"\text{x}-5", "<sup>-</sup>5", "{0}.5", "\n\n-\n5"]
+SEPARATORS = [r",\!", r"{,}\!", r"\,\!", r",\,\!", r"\mathord{,}",
+              r"\mathpunct{,}", r"\text{,}", "{,}", "{,} ",
+              r"\thickspace ", r"\medspace{}", r"\thinspace ", r"\ ", r"\;",
+              "~", r"{\,}", "{ , } ", r"{\small ,}", r"\hspace{1mm}",
+              r"\space ", r"\kern1mu ", r",\allowbreak ", r",\negthinspace ", "_",
+              "'", "’", "‘", "ʼ", "′", "´", "＇", "\u066c", "\u060c", "\u201a",
+              "，", "<wbr>", ",<wbr>", "&thinsp;", "&nbsp;", "\u00a0",
               "&#8239;", "\u2007", "\u2009", "\u200a", "\u202f", "\u3000", "\u200b"]
-LISTS = [",~", r",\,", r",\ ", ",&nbsp;", " ", "·", "\u2027", "\u30fb", "\u2024", "…", "\u0307"]
+LISTS = [",~", r",\,", r",\ ", ",&nbsp;", " ", "·", "\u2027", "\u30fb", "\u2024",
+         "…", "\u0307"]
 SAYS = ["Antwort: {}", "Die richtige Antwort ist {}.", "Richtige Antwort: ({})", "{} ist richtig.",
         "Also ist die Antwort ({}).", "Antwort: Option {}", "Ich wähle {}.", "**Antwort:** {}",
         "Antwort: {}, weil es so ist.", "Réponse : {}", "La bonne réponse est la {}.",
@@ -669,9 +675,11 @@ for each in ("number", "contains"):
                         ("\u2212.5", "-0.5", 1), ("5", "5", 1))]
     TABLE[each] += [("sign", gold, f"The value {lead}5", right)
                     for lead in APART for gold, right in (("-5", 1), ("5", 0))]
-    TABLE[each] += [("sign", gold, f"It is {found}", 0) for found in VALUES for gold in ("5", "-5")]
+    TABLE[each] += [("sign", gold, f"It is {found}", 0) for found in VALUES
+                    for gold in ("5", "-5")]
     TABLE[each] += [("thousands", gold, f"There are 58{mark}500 men.", right)
-                    for mark in SEPARATORS for gold, right in (("58500", 1), ("500", 0))]
+                    for mark in SEPARATORS
+                    for gold, right in (("58500", 1), ("500", 0))]
     TABLE[each] += [("thousands", gold, f"There are 58{mark}500 men.", 0)
                     for mark in LISTS for gold in ("58500", "500")]
 TABLE["boxed"] += [("thousands", gold, rf"\boxed{{58{mark}500}}", right)
@@ -719,7 +727,8 @@ FOOLED = [
     ("contains", "several answers", "Paris", "Rome, Paris, Bonn", 0),
 ]
 HAS_MATH_VERIFY = importlib.util.find_spec("math_verify")  # an optional package
-needs_math_verify = pytest.mark.skipif(not HAS_MATH_VERIFY, reason="math-verify is absent")
+needs_math_verify = pytest.mark.skipif(not HAS_MATH_VERIFY,
+                                       reason="math-verify is absent")
 if not HAS_MATH_VERIFY:
     del TABLE["math"]
 ROWS = [(rule, *row) for rule, rows in TABLE.items() for row in rows]
@@ -771,7 +780,8 @@ def test_careless_rules_are_fooled(name):
 @pytest.mark.parametrize("rule", TABLE)
 def test_a_gold_answer_that_cannot_be_read_earns_nothing(rule):
     for gold in UNREADABLE[rule]:
-        assert not any(judged(rule, gold, text) for text in [*TEXTS, gold, f"\\boxed{{{gold}}}"])
+        assert not any(judged(rule, gold, text)
+                       for text in [*TEXTS, gold, f"\\boxed{{{gold}}}"])
     assert any(judged(rule, gold, text) for r, _, gold, text, _ in ROWS if r == rule)
 
 
@@ -779,13 +789,16 @@ def test_no_text_is_right_whatever_is_asked():
     """One text is one choice, one box and one last number at most; what contains everything is
     paid for everything, and is the control."""
     rng = random.Random(0)
-    pieces = [*"ABCDabc().,:/\n }-", " or ", "Answer: ", "The answer is ", "(B)", "\\boxed{", "41",
-              "42", "not ", "**", "\\text{", "is correct", " vs ", "- ", "\\frac{", "No, "]
+    pieces = [*"ABCDabc().,:/\n }-", " or ", "Answer: ", "The answer is ",
+              "(B)", "\\boxed{", "41", "42", "not ", "**", "\\text{",
+              "is correct", " vs ", "- ", "\\frac{", "No, "]
     soups = ["".join(rng.choices(pieces, k=rng.randint(1, 12))) for _ in range(500)]
     paid = Counter()
     for text in TEXTS + soups:
-        for rule, golds in (("choice", "ABCDEFGHIJ"), ("boxed", ["41", "42", "A", "B"]),
-                            ("number", ["41", "42", "-42"]), ("contains", ["41", "42"])):
+        for rule, golds in (("choice", "ABCDEFGHIJ"),
+                            ("boxed", ["41", "42", "A", "B"]),
+                            ("number", ["41", "42", "-42"]),
+                            ("contains", ["41", "42"])):
             paid[rule, sum(judged(rule, gold, text) for gold in golds)] += 1
     for rule in ("choice", "boxed", "number"):
         assert paid[rule, 1] > 20 and paid[rule, 0] + paid[rule, 1] == len(TEXTS + soups)
@@ -795,7 +808,8 @@ def test_no_text_is_right_whatever_is_asked():
 LONG = r"""\boxed{ \boxed{1} \text{ \frac ( { _ 42~ A~ A~or~ (B)~ it~is~B~ answer~is~
     option~ not~ /~ /( x~+~ 42~to~ _{ \textor 41.~ ' * \, -$ =~ -~ ~ is~-~ 1{,} 1\,
     \hspace{ {} 是 m~ <b~""".split()
-LONG = [piece.replace("~", " ") for piece in LONG] + ["~", "\n", "B\n", "x C\n", "\u2009"]
+LONG = [piece.replace("~", " ") for piece in LONG]
+LONG += ["~", "\n", "B\n", "x C\n", "\u2009"]
 
 
 @pytest.mark.parametrize("rule, golds", [("exact", "B"), ("number", ["42"]), ("boxed", ["42"]),
@@ -804,7 +818,8 @@ def test_long_texts_take_no_time(rule, golds):
     start = time.process_time()
     for piece in LONG:
         long = piece * (2_000 // len(piece))
-        for text in (long, long + "}" * 700, f"\\boxed{{42{long}}}", f"\\boxed{{42}}{long}"):
+        for text in (long, long + "}" * 700,
+                     f"\\boxed{{42{long}}}", f"\\boxed{{42}}{long}"):
             for gold in golds:
                 judged(rule, gold, text)
     assert time.process_time() - start < 3
@@ -845,7 +860,8 @@ def test_what_takes_forever_is_wrong(monkeypatch):
     """As is what ends the process that compares; the next one starts another, or says that it
     cannot."""
     monkeypatch.setattr(answers, "judges", {})
-    monkeypatch.setattr(answers, "JUDGE", answers.JUDGE.replace("PROF, 3)", "PROF, .5)"))
+    monkeypatch.setattr(answers, "JUDGE",
+                        answers.JUDGE.replace("PROF, 3)", "PROF, .5)"))
     assert "PROF, .5)" in answers.JUDGE and asks("0.5")
     first, = answers.judges.values()
     assert not asks("9^{9^{9^{9}}}", "7") and first.poll() == -signal.SIGPROF

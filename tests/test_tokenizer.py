@@ -41,12 +41,21 @@ TALK = [{"role": "user", "content": "What is 17 + 4?"},
         {"role": "assistant", "content": "21, I'd say.\n"},
         {"role": "user", "content": "Sûr? \U0001F642"}]
 # SmolLM2's ids of the one message "Hi 42"; the system prompt in them is the template's own
-GOLDEN = [1, 9690, 198, 2683, 359, 253, 5356, 5646, 11173, 3365, 3511, 308, 34519, 28, 7018, 411,
-          407, 19712, 8182, 2, 198, 1, 4093, 198, 26843, 216, 36, 34, 2, 198, 1, 520, 9531, 198]
+GOLDEN = [1, 9690, 198, 2683, 359, 253, 5356, 5646, 11173, 3365, 3511, 308, 34519,
+          28, 7018, 411, 407, 19712, 8182, 2, 198, 1, 4093, 198, 26843, 216, 36, 34,
+          2, 198, 1, 520, 9531, 198]
 BY_TIKTOKEN = ("llama3", "gpt2", "digits", "qwen", "tekken")
 FALLBACK = ("llama2", "mistral")  # sentencepiece's: bytes are <0x0A>, a space is ▁
 BY_LIBRARY = (*FALLBACK, "deepseek")
 KINDS = BY_TIKTOKEN + BY_LIBRARY
+
+
+def refused(says):
+    return pytest.raises(ValueError, match=says)
+
+
+def ends(says):
+    return pytest.raises(SystemExit, match=says)
 
 
 def by_transformers(folder):
@@ -67,7 +76,8 @@ def pieces_of(kind):
         return pre.Sequence([pre.Digits(individual_digits=True), byte(use_regex=True)])
     if kind in FALLBACK:
         return pre.Metaspace()
-    patterns = {"deepseek": [r"[\r\n]", r"\s?[a-zA-Zà-ÿ]+", r"[一-龥ぁ-ん]+"], "qwen": [QWEN]}
+    patterns = {"deepseek": [r"[\r\n]", r"\s?[a-zA-Zà-ÿ]+", r"[一-龥ぁ-ん]+"],
+                "qwen": [QWEN]}
     steps = [pre.Split(Regex(p), "isolated") for p in patterns.get(kind, [LLAMA3])]
     if kind == "deepseek":
         steps.append(pre.Digits(individual_digits=True))
@@ -96,8 +106,9 @@ def train(folder, kind, size=900):
     if fallback:
         front = ["<unk>", *SPECIALS[:3], *(f"<0x{b:02X}>" for b in range(256))]
     alphabet = pre_tokenizers.ByteLevel.alphabet()
-    trainer = trainers.BpeTrainer(vocab_size=size, show_progress=False, special_tokens=front,
-                                  initial_alphabet=[] if kind == "digits" or fallback else alphabet,
+    trainer = trainers.BpeTrainer(vocab_size=size, show_progress=False,
+                                  special_tokens=front, initial_alphabet=[]
+                                  if kind == "digits" or fallback else alphabet,
                                   limit_alphabet=100 if fallback else 1000)
     here = [read(ROOT, "model.py"), read(ROOT, "data", "tokenizer.py")]
     t.train_from_iterator(here + strings(400, seed=5, controls=False), trainer)
@@ -112,7 +123,8 @@ def train(folder, kind, size=900):
         t.normalizer = normalizers.Sequence([normalizers.Prepend("▁"),
                                              normalizers.Replace(" ", "▁")])
     content = json.loads(t.to_str())
-    content["added_tokens"] = [x for x in content["added_tokens"] if x["content"][:3] != "<0x"]
+    content["added_tokens"] = [x for x in content["added_tokens"]
+                               if x["content"][:3] != "<0x"]
     os.makedirs(folder, exist_ok=True)
     write(folder, "tokenizer.json", content)
     end, turn = t.token_to_id("<|endoftext|>"), t.token_to_id("<|im_end|>")
@@ -191,7 +203,8 @@ def strings(n, seed=0, controls=True, specials=()):
 
     def string():
         parts = rng.randint(1, 12)
-        return "".join(rng.choice(makers)() + rng.choice(["", "", " ", "\n"]) for _ in range(parts))
+        return "".join(rng.choice(makers)() + rng.choice(["", "", " ", "\n"])
+                       for _ in range(parts))
 
     return [string() for _ in range(n)]
 
@@ -288,7 +301,8 @@ def test_negative_controls(folders, tmp_path, monkeypatch):
     assert end not in tok.encode(unicodedata.normalize("NFC", text), special=True)
     monkeypatch.setattr(tokenizer_py, "DIGITS_THEN_GPT2", tokenizer_py.GPT2)
     assert wrong(Tokenizer(folders["digits"]), "digits") > 25
-    swap = edited(folders["gpt2"], tmp_path, edit=lambda d: d["model"]["merges"].reverse())
+    swap = edited(folders["gpt2"], tmp_path,
+                  edit=lambda d: d["model"]["merges"].reverse())
     assert wrong(Tokenizer(swap), "gpt2") > 25
 
 
@@ -341,7 +355,7 @@ def test_what_fallback_needs(folders, tmp_path, kind):
         assert theirs.encode(text, add_special_tokens=False) != tok.encode(text, special=True)
     for says, edit in (("<0x0A> is not", rename),
                        ("decoder is missing", lambda d: d.pop("decoder"))):
-        with pytest.raises(ValueError, match=f"tokenizer.json: .*{says}"):
+        with refused(f"tokenizer.json: .*{says}"):
             Tokenizer(edited(folders[kind], tmp_path / "b", edit=edit))
 
 
@@ -384,7 +398,8 @@ def test_a_split_pattern_with_gaps_and_normalized_added_tokens(folders, tmp_path
 @pytest.mark.parametrize("kind", KINDS)
 def test_text_never_yields_an_added_id_by_default(folders, kind):
     tok = Tokenizer(folders[kind])
-    texts = [*SPECIALS, "<|endoftext|><|im_end|>", *strings(1000, seed=6, specials=SPECIALS)]
+    texts = [*SPECIALS, "<|endoftext|><|im_end|>",
+             *strings(1000, seed=6, specials=SPECIALS)]
     added = set(tok.added.values())
     assert not any(added & set(tok.encode(t)) for t in texts)
     assert all(tok.encode(t, special=True) == [i] for t, i in tok.added.items())
@@ -418,7 +433,7 @@ def test_long_runs_equal_the_tokenizers_library(folders, kind):
 
 def test_tiktoken_does_panic_on_what_is_cut(folders, monkeypatch):
     monkeypatch.setattr(tokenizer_py, "LONGEST_SPACE", 10 ** 9)
-    with pytest.raises(ValueError, match="tiktoken cannot split this text of 1200001 characters"):
+    with refused("tiktoken cannot split this text of 1200001 characters"):
         Tokenizer(folders["gpt2"]).encode(" " * 1_200_000 + "x")
 
 
@@ -428,14 +443,15 @@ def test_decode(folders):
     ids = tok.encode("naïve 🙂<|im_end|>", special=True)
     for cut in range(len(ids) + 1):  # half a character decodes to U+FFFD, as in transformers
         assert tok.decode(ids[:cut]) == hf.decode(ids[:cut])
-    with pytest.raises(ValueError, match=f"no token has id {len(tok)}"):
+    with refused(f"no token has id {len(tok)}"):
         tok.decode([len(tok)])
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_chat(folders, kind, tmp_path):
     tok, hf = Tokenizer(folders[kind]), by_transformers(folders[kind])
-    innocent = [{"role": "system", "content": "s"}, {"role": "user", "content": "a<|im_end|b>"}]
+    innocent = [{"role": "system", "content": "s"},
+                {"role": "user", "content": "a<|im_end|b>"}]
     for talk in (TALK, TALK[:1], innocent):
         for prompt in (True, False):
             theirs = rendered(hf, talk, add_generation_prompt=prompt)
@@ -443,9 +459,9 @@ def test_chat(folders, kind, tmp_path):
     bos = tok.added["<|endoftext|>"]
     assert tok.has_chat and tok.chat(TALK).count(bos) == 1
     assert tok.chat(TALK) != tok.chat(TALK, add_generation_prompt=False)
-    with pytest.raises(ValueError, match="^.*tokenizer_config.json: chat template: no role judge"):
+    with refused("^.*tokenizer_config.json: chat template: no role judge"):
         tok.chat([{"role": "judge", "content": "?"}])
-    with pytest.raises(ValueError, match="chat template: .*content"):
+    with refused("chat template: .*content"):
         tok.chat([{"role": "user"}])
 
 
@@ -465,11 +481,11 @@ def test_chat_template_sources(folders, tmp_path):
     assert Tokenizer(path).decode(Tokenizer(path).chat(TALK)) == "from the file"
     bare = Tokenizer(with_template("b", None))
     assert not bare.has_chat
-    with pytest.raises(ValueError, match="no chat template"):
+    with refused("no chat template"):
         bare.chat(TALK)
-    with pytest.raises(ValueError, match="chat template: .*unsafe"):
+    with refused("chat template: .*unsafe"):
         Tokenizer(with_template("c", "{{ messages.append(1) }}")).chat([])
-    with pytest.raises(ValueError, match="chat template cannot be read"):
+    with refused("chat template cannot be read"):
         Tokenizer(with_template("d", "{% if %}"))
 
 
@@ -481,21 +497,23 @@ def test_stop_ids(folders, tmp_path):
     assert set(tok.stop_ids) == {tok.added["<|endoftext|>"], tok.added["<|im_end|>"]}
     assert isinstance(tok.stop_ids, tuple)
     only = Tokenizer(with_eos("generation_config", eos_token_id=7))
-    assert set(only.stop_ids) == {7, tok.added["<|endoftext|>"], tok.added["<|im_end|>"]}
-    with pytest.raises(ValueError, match="'<eos>' is not in tokenizer.json"):
+    assert set(only.stop_ids) == {7, tok.added["<|endoftext|>"],
+                                  tok.added["<|im_end|>"]}
+    with refused("'<eos>' is not in tokenizer.json"):
         Tokenizer(with_eos("tokenizer_config", eos_token="<eos>"))
-    for odd, shown in ((99999, "99999"), (True, "true"), ("7", "'7'"), (7.0, "7.0"), (-1, "-1"),
-                       ([7, None], "null"), ([[7]], "a list"), ({}, "an object")):
+    for odd, shown in ((99999, "99999"), (True, "true"), ("7", "'7'"), (7.0, "7.0"),
+                       (-1, "-1"), ([7, None], "null"), ([[7]], "a list"),
+                       ({}, "an object")):
         says = f"config.json: eos_token_id {re.escape(shown)} is not in tokenizer.json"
         for file in ("config", "generation_config"):
-            with pytest.raises(ValueError, match=says):
+            with refused(says):
                 Tokenizer(with_eos(file, eos_token_id=odd))
     for odd in (True, 7, [], {"content": None, "id": 7}):
         path = with_eos("tokenizer_config", eos_token=odd)
         if odd == {"content": None, "id": 7}:
             assert "eos_token" not in Tokenizer(path).named
             continue
-        with pytest.raises(ValueError, match="tokenizer_config.json: eos_token is .* must be text"):
+        with refused("tokenizer_config.json: eos_token is .* must be text"):
             Tokenizer(path)
 
 
@@ -579,10 +597,12 @@ INSPECTS = ("{% for m in messages %}<|im_start|>{% if m.content.startswith('/no'
 def test_innocent_messages_equal_transformers(folders, tmp_path):
     """Contents that spell no added token, though parts of some, also where the template looks into
     them."""
-    path = edited(folders["qwen"], tmp_path, "tokenizer_config.json", chat_template=INSPECTS)
+    path = edited(folders["qwen"], tmp_path, "tokenizer_config.json",
+                  chat_template=INSPECTS)
     tok, hf = Tokenizer(path), by_transformers(path)
-    contents = ["Hello", "  a < b |> c ", "<|im", ">x", "/no_think", "end|> and <|im_", "im_end",
-                "</thin> y", "a\u0338", "\U000F0000\U000F0001<", "", " \n", "I"]
+    contents = ["Hello", "  a < b |> c ", "<|im", ">x", "/no_think",
+                "end|> and <|im_", "im_end", "</thin> y",
+                "a\u0338", "\U000F0000\U000F0001<", "", " \n", "I"]
     for content in contents + strings(200, seed=8):
         talk = [dict(role="user", content=content)]
         assert tok.chat(talk) == rendered(hf, talk), content
@@ -624,7 +644,8 @@ def talks(rng, n, spelt=()):
     """Chats of three messages, thoughts among the assistant's; what users say holds some of `spelt`
     and what looks like a thought."""
     def say():
-        parts = [rng.choice(WORDS), rng.choice(SPECIALS[:3])[:-1], "</think>", " ", "\n", "é", "x"]
+        parts = [rng.choice(WORDS), rng.choice(SPECIALS[:3])[:-1], "</think>", " ",
+                 "\n", "é", "x"]
         return "".join(rng.choices([*parts, *spelt], k=6)) + "x"
 
     return [[dict(role="user", content=say()),
@@ -661,22 +682,24 @@ def test_texts_that_do_not_see_are_found(folders, tmp_path, monkeypatch):
     where a token is spelt too, this is refused."""
     tok = with_template(folders, tmp_path, looking(LOOKS["last"]))
     hf = by_transformers(str(tmp_path))
-    talk = [dict(role="user", content="a</think>b"), dict(role="user", content="<|im_end|>")]
+    talk = [dict(role="user", content="a</think>b"),
+            dict(role="user", content="<|im_end|>")]
     assert tok.decode(tok.chat(talk)) == hf.apply_chat_template(talk, tokenize=False)
     monkeypatch.setattr(tokenizer_py, "Said", str)
-    with pytest.raises(ValueError, match="a message spells a control token, and the chat templ"):
+    with refused("a message spells a control token, and the chat templ"):
         tok.chat(talk)
     assert tok.chat(talk[:1]) == rendered(hf, talk[:1])  # nothing that could become one
 
 
 def test_a_look_that_cannot_be_followed(folders, tmp_path):
-    tok = with_template(folders, tmp_path, looking("{{ c }}{{ 'loud' if c.isupper() else c }}"))
+    tok = with_template(folders, tmp_path,
+                        looking("{{ c }}{{ 'loud' if c.isupper() else c }}"))
     hf = by_transformers(str(tmp_path))
     for content in ("AB", "ab", "<|IM_END|>", "a<|im"):
         talk = [dict(role="user", content=content)]
         assert tok.chat(talk) == rendered(hf, talk)
     assert tok.chat([dict(role="user", content="<|im_end|>a")])  # not upper with masks either
-    with pytest.raises(ValueError, match="looks into it in a way by which it may become one"):
+    with refused("looks into it in a way by which it may become one"):
         tok.chat([dict(role="user", content="<|im_end|>"), dict(role="user", content="AB")])
 
 
@@ -728,7 +751,8 @@ THINKING = ("{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|i
 
 
 def test_template_arguments(folders, tmp_path):
-    path = edited(folders["qwen"], tmp_path, "tokenizer_config.json", chat_template=THINKING)
+    path = edited(folders["qwen"], tmp_path, "tokenizer_config.json",
+                  chat_template=THINKING)
     tok, hf = Tokenizer(path), by_transformers(path)
     ids = {}
     for arguments in ({}, {"enable_thinking": True}, {"enable_thinking": False}):
@@ -739,13 +763,13 @@ def test_template_arguments(folders, tmp_path):
     assert think == no_think != off and tok.decode(off).endswith("<think>\n\n</think>\n\n")
     assert prompt_encoder(tok, {"enable_thinking": False})("a") == tok.chat(
         [dict(role="user", content="a")], enable_thinking=False)
-    with pytest.raises(ValueError, match="takes no argument 'enable_thinkin' .*enable_thinking"):
+    with refused("takes no argument 'enable_thinkin' .*enable_thinking"):
         tok.chat(TALK, enable_thinkin=False)
-    with pytest.raises(ValueError, match="takes no argument 'messages'"):
+    with refused("takes no argument 'messages'"):
         tok.chat(TALK, messages=[])
     bare = Tokenizer(edited(folders["qwen"], tmp_path / "b", "tokenizer_config.json",
                             chat_template=None))
-    with pytest.raises(ValueError, match="'enable_thinking': this checkpoint has no chat template"):
+    with refused("'enable_thinking': this checkpoint has no chat template"):
         prompt_encoder(bare, {"enable_thinking": False})
 
 
@@ -755,7 +779,8 @@ def with_template(folders, path, template, kind="qwen"):
 
 def test_a_template_from_a_file(folders, tmp_path):
     """In place of the checkpoint's, or where it has none."""
-    bare = edited(folders["qwen"], tmp_path / "a", "tokenizer_config.json", chat_template=None)
+    bare = edited(folders["qwen"], tmp_path / "a",
+                  "tokenizer_config.json", chat_template=None)
     file = tmp_path / "own.jinja"
     file.write_text("<|im_start|>{{ messages[-1].content }}{{ eos_token }}")
     for path, has in ((bare, False), (folders["qwen"], True)):
@@ -763,10 +788,10 @@ def test_a_template_from_a_file(folders, tmp_path):
         tok = Tokenizer(path, template_file=str(file))
         assert tok.decode(prompt_encoder(tok)("Hi")) == "<|im_start|>Hi<|im_end|>"
     file.write_text("{% if %}")
-    with pytest.raises(ValueError, match=r"own\.jinja: chat template cannot be read"):
+    with refused(r"own\.jinja: chat template cannot be read"):
         Tokenizer(bare, template_file=str(file))
     file.write_text("{{ 1 / 0 }}")
-    with pytest.raises(ValueError, match=r"^[^ ]*own\.jinja: chat template: division"):
+    with refused(r"^[^ ]*own\.jinja: chat template: division"):
         Tokenizer(bare, template_file=str(file)).chat(TALK)
     with pytest.raises(FileNotFoundError, match="nobodys.jinja is missing"):
         Tokenizer(bare, template_file="nobodys.jinja")
@@ -785,7 +810,7 @@ def test_generation_blocks_change_nothing(folders, tmp_path):
     tok = with_template(folders, tmp_path, marked)
     assert tok.chat(TALK) == rendered(by_transformers(str(tmp_path)), TALK)
     assert "generation" not in tok.decode(tok.chat(TALK))
-    with pytest.raises(ValueError, match="cannot be read: .*endgeneration"):
+    with refused("cannot be read: .*endgeneration"):
         with_template(folders, tmp_path / "b", "{% generation %}a")
 
 
@@ -808,7 +833,7 @@ def test_the_end_of_a_turn_is_a_stop_token(folders, tmp_path):
 def test_a_prompt_does_not_depend_on_the_day(folders, tmp_path):
     tok = with_template(folders, tmp_path / "a", "{{ strftime_now('%d %b %Y %H') }}")
     assert tok.decode(tok.chat([])) == "26 Jul 2024 00"
-    with pytest.raises(ValueError, match="random"):
+    with refused("random"):
         with_template(folders, tmp_path / "b", "{{ [1, 2] | random }}")
 
 
@@ -827,7 +852,7 @@ LONG = "range(99999)"
 def test_a_template_is_bounded(folders, tmp_path, monkeypatch, template, says):
     monkeypatch.setattr("support.apart.SECONDS", 1)
     monkeypatch.setattr(tokenizer_py, "MOST_TEXT", 100_000)
-    with pytest.raises(ValueError, match=f"tokenizer_config.json: chat template.*{says}[^\n]*$"):
+    with refused(f"tokenizer_config.json: chat template.*{says}[^\n]*$"):
         tok = with_template(folders, tmp_path, template)
         tok.chat([dict(role="user", content="x" * 9999)])
 
@@ -839,7 +864,7 @@ def test_a_pattern_that_matches_nothing(pattern, folders, tmp_path, capfd):
     source = json.load(open(os.path.join(folders["qwen"], "tokenizer.json")))
     source["pre_tokenizer"]["pretokenizers"][0]["pattern"]["Regex"] = pattern
     path = edited(folders["qwen"], tmp_path, "tokenizer.json", **source)
-    with pytest.raises(ValueError, match="tiktoken cannot split this text of . chara[^\n]*$"):
+    with refused("tiktoken cannot split this text of . chara[^\n]*$"):
         Tokenizer(path).encode("foo bar")
     assert capfd.readouterr().err == ""
     bpe = tiktoken.Encoding("x", pat_str="x*", special_tokens={}, mergeable_ranks={
@@ -855,10 +880,12 @@ def spec(vocab="abc", merges=(), added=(), **model):
     """tokenizer.json of GPT-2's kind. vocab: texts or {text: id}"""
     if not isinstance(vocab, dict):
         vocab = {text: i for i, text in enumerate(vocab)}
-    flags = dict(single_word=False, lstrip=False, rstrip=False, normalized=False, special=True)
-    model = dict(type="BPE", dropout=None, unk_token=None, continuing_subword_prefix=None,
-                 end_of_word_suffix=None, fuse_unk=False, byte_fallback=False,
-                 ignore_merges=False, vocab=vocab, merges=list(merges)) | model
+    flags = dict(single_word=False, lstrip=False, rstrip=False,
+                 normalized=False, special=True)
+    model = dict(type="BPE", dropout=None, unk_token=None,
+                 continuing_subword_prefix=None, end_of_word_suffix=None,
+                 fuse_unk=False, byte_fallback=False, ignore_merges=False,
+                 vocab=vocab, merges=list(merges)) | model
     return dict(version="1.0", truncation=None, padding=None, normalizer=None,
                 added_tokens=[flags | t for t in added],
                 pre_tokenizer=BYTES | {"use_regex": True},
@@ -874,13 +901,15 @@ def both(folder, content):
 
 
 def test_merges_that_the_vocabulary_cannot_reach(tmp_path):
-    vocab, merges = ["a", "b", "c", "bc", "ab", "abc"], [["b", "c"], ["a", "b"], ["ab", "c"]]
+    vocab, merges = ["a", "b", "c", "bc", "ab", "abc"], [["b", "c"], ["a", "b"],
+                                                         ["ab", "c"]]
     ours, theirs = both(tmp_path, spec(vocab, merges))
     assert ours.encode("abc") == theirs.encode("abc").ids == [0, 3]
     assert ours.decode([5]) == "abc" and len(ours) == 6
     ours, _ = both(tmp_path, spec(vocab, merges[1:] + merges[:1]))
     assert ours.encode("abc") == [5]  # in another order they do
-    whole, theirs = both(tmp_path, spec(vocab, merges[1:] + merges[:1], ignore_merges=True))
+    whole, theirs = both(tmp_path,
+                         spec(vocab, merges[1:] + merges[:1], ignore_merges=True))
     assert whole.encode("abcab") == theirs.encode("abcab").ids == [5, 4]
     whole, theirs = both(tmp_path, spec(vocab, merges, ignore_merges=True))
     # tiktoken would make the token of "ab" and "c" in any piece
@@ -913,12 +942,14 @@ def test_random_merges_equal_the_tokenizers_library(tmp_path):
         rng = random.Random(seed)
         chars, content = random_spec(rng)
         ours, theirs = both(tmp_path, content)
-        texts = ["".join(t) for n in range(1, 5) for t in itertools.product(chars, repeat=n)]
+        texts = ["".join(t) for n in range(1, 5)
+                 for t in itertools.product(chars, repeat=n)]
         texts += ["".join(rng.choices(chars, k=rng.randint(9, 600))) for _ in range(3)]
         for text in texts:
             assert ours.encode(text) == theirs.encode(text).ids, (seed, text)
         counts[type(ours.engine).__name__] += 1
-        counts["out_of_reach"] += any(len(ours.encode(t)) > 1 for t in content["model"]["vocab"])
+        counts["out_of_reach"] += any(len(ours.encode(t)) > 1
+                                      for t in content["model"]["vocab"])
     assert counts["Ranks"] > 70 and counts["Library"] > 70 and counts["out_of_reach"] > 60
 
 
@@ -941,7 +972,8 @@ def test_ids_without_a_token(tmp_path):
 def test_decode_without_special_tokens(tmp_path):
     """By id: what only looks like a token stays, and so do the marks of a thought."""
     texts = ["<s>", "</s>", "<｜end▁of▁sentence｜>", "<think>", "</think>", "<tool>"]
-    added = [dict(id=4 + i, content=t, special=t != "<tool>") for i, t in enumerate(texts)]
+    added = [dict(id=4 + i, content=t, special=t != "<tool>") for i,
+             t in enumerate(texts)]
     content = spec([*"ab<>"], added=added)
     both(tmp_path, content)
     write(tmp_path, "generation_config.json", {"eos_token_id": [5, 1]})
@@ -977,9 +1009,10 @@ def test_bos_of_a_base_model(tmp_path, nested):
         assert ours.bos_ids == () and theirs.encode("ans").ids[-1] == 259
         post["special_tokens"] = name("<s>", 999)
         post["single"] = [front, text]
-        with pytest.raises(ValueError, match="post_processor puts id 999 in front"):
+        with refused("post_processor puts id 999 in front"):
             both(tmp_path, content)
-    content["post_processor"] = dict(type="BertProcessing", sep=["</s>", 259], cls=["<s>", 258])
+    content["post_processor"] = dict(type="BertProcessing", sep=["</s>", 259],
+                                     cls=["<s>", 258])
     assert both(tmp_path, content)[0].bos_ids == (258,)
 
 
@@ -1060,10 +1093,12 @@ def family(request, tmp_path):
     special = {text: not text.startswith(("<th", "</th", "<tool")) for text in ids}
     content = spec([*tokenizer_py.BYTE_OF], (), [
         dict(id=i, content=text, special=special[text]) for text, i in ids.items()])
-    cut = dict(type="Split", pattern={"Regex": pattern}, behavior="Isolated", invert=False)
+    cut = dict(type="Split", pattern={"Regex": pattern}, behavior="Isolated",
+               invert=False)
     content["pre_tokenizer"] = dict(type="Sequence", pretokenizers=[
         cut, BYTES])
-    config = dict(tokenizer_class="PreTrainedTokenizerFast", eos_token=end, chat_template=template)
+    config = dict(tokenizer_class="PreTrainedTokenizerFast",
+                  eos_token=end, chat_template=template)
     if bos:
         first, text = dict(id=bos, type_id=0), dict(id="A", type_id=0)
         content["post_processor"] = dict(
@@ -1086,11 +1121,12 @@ def test_families_equal_transformers(family):
     """Ids of every sample that the template has arguments for; Llama's with a fixed day."""
     name, folder = family
     tok, hf = Tokenizer(folder), by_transformers(folder)
-    assert {"qwen3": "enable_thinking", "llama-3.2": "date_string"}[name] in tok.template.variables
+    assert {"qwen3": "enable_thinking",
+            "llama-3.2": "date_string"}[name] in tok.template.variables
     seen = []
     for what, (talk, arguments) in SAMPLES.items():
         if arguments.keys() - {"add_generation_prompt"} - tok.template.variables:
-            with pytest.raises(ValueError, match="the chat template takes no argument"):
+            with refused("the chat template takes no argument"):
                 tok.chat(talk, **arguments)
             continue
         if name == "llama-3.2":
@@ -1134,7 +1170,8 @@ def test_the_day_of_a_prompt_is_fixed(family):
     assert "\nToday Date: 01 Jan 2025\n\n" in tok.decode(
         prompt_encoder(tok, dict(date_string="01 Jan 2025"))("a"))
     # the control: transformers writes the day on which it is asked
-    assert rendered(hf, [dict(role="user", content="a")], add_generation_prompt=True) != ids
+    assert rendered(hf, [dict(role="user", content="a")],
+                    add_generation_prompt=True) != ids
 
 
 @families("qwen3")
@@ -1145,7 +1182,8 @@ def test_what_qwen3_begins_with(family):
     tok = Tokenizer(folder)
     thought = [tok.added["<think>"], tok.added["</think>"]]
     on, off = (prompt_encoder(tok, dict(enable_thinking=b)) for b in (True, False))
-    assert not set(thought) & set(on("a")) and [i for i in off("a") if i in thought] == thought
+    assert not set(thought) & set(on("a")) and [i for i in off("a")
+                                                if i in thought] == thought
     assert off("a")[:len(on("a"))] == on("a")
     assert not opens_thought(tok, on) and not opens_thought(tok, off)
     said = [TALK[0], dict(role="assistant", content="<think>\n17 + 5\n</think>\n\n21"), TALK[0]]
@@ -1166,7 +1204,8 @@ def vocabulary(**entries):
         vocab = d["model"]["vocab"]
         gone = max(vocab, key=vocab.get)
         del vocab[gone]
-        d["model"]["merges"] = [m for m in d["model"]["merges"] if gone not in (*m, m[0] + m[1])]
+        d["model"]["merges"] = [m for m in d["model"]["merges"]
+                                if gone not in (*m, m[0] + m[1])]
         d["model"]["vocab"] |= entries
     return edit
 
@@ -1180,8 +1219,10 @@ def split(pattern, behavior="Isolated", invert=False, use_regex=False):
     return pre(type="Sequence", pretokenizers=[step, BYTES | {"use_regex": use_regex}])
 
 
-BYTES = {"type": "ByteLevel", "add_prefix_space": False, "use_regex": False, "trim_offsets": True}
-LOWERCASE = {"type": "Sequence", "normalizers": [{"type": "NFC"}, {"type": "Lowercase"}]}
+BYTES = {"type": "ByteLevel", "add_prefix_space": False,
+         "use_regex": False, "trim_offsets": True}
+LOWERCASE = {"type": "Sequence",
+             "normalizers": [{"type": "NFC"}, {"type": "Lowercase"}]}
 REFUSED = {  # what the error says: the change that earns it
     "model type 'Unigram' is not": lambda d: d["model"].update(type="Unigram"),
     "byte_fallback=true is not": lambda d: d["model"].update(byte_fallback=True),
@@ -1263,7 +1304,7 @@ def test_refuses_unknown_bytes_with_an_unk_token(folders, tmp_path):
     def edit(d):
         d["model"].update(unk_token="<|endoftext|>")
 
-    with pytest.raises(ValueError, match="unk_token"):
+    with refused("unk_token"):
         Tokenizer(edited(folders["digits"], tmp_path, edit=edit))
 
 
@@ -1271,15 +1312,15 @@ def test_missing_and_broken_files(folders, tmp_path):
     path = edited(folders["gpt2"], tmp_path)
     with open(os.path.join(path, "tokenizer.json"), "w") as f:
         f.write("{")
-    with pytest.raises(ValueError, match="tokenizer.json is not valid JSON"):
+    with refused("tokenizer.json is not valid JSON"):
         Tokenizer(path)
     os.remove(os.path.join(path, "tokenizer.json"))
     with pytest.raises(FileNotFoundError, match="no tokenizer.json"):
         Tokenizer(path)
 
 
-JUNK = [None, True, -1, 1.5, 10 ** 12, float("nan"), "x", "", [], {}, [None], {"a": None}, [[]],
-        "\ud800", ["x", "y"], {"type": "Sequence"}, {"content": 5}]
+JUNK = [None, True, -1, 1.5, 10 ** 12, float("nan"), "x", "", [], {}, [None],
+        {"a": None}, [[]], "\ud800", ["x", "y"], {"type": "Sequence"}, {"content": 5}]
 
 
 def places(value, path=()):
@@ -1307,7 +1348,8 @@ def junk_files():
                                                    {"Sequence": {"id": "A", "type_id": 0}}],
                 pair=[{"Sequence": {"id": "A", "type_id": 0}}],
                 special_tokens={"<e>": {"id": "<e>", "ids": [3], "tokens": ["<e>"]}})
-    split_step = dict(type="Split", pattern={"Regex": "c"}, behavior="Isolated", invert=False)
+    split_step = dict(type="Split", pattern={"Regex": "c"}, behavior="Isolated",
+                      invert=False)
     content = spec(["a", "b", "ab"], [["a", "b"]], [dict(id=3, content="<e>")])
     content |= dict(post_processor=post, normalizer={"type": "Sequence", "normalizers": [
         {"type": "NFC"}]}, pre_tokenizer={"type": "Sequence", "pretokenizers": [split_step, BYTES]})
@@ -1351,16 +1393,17 @@ def test_files_that_are_none(tmp_path):
     for content in (b"[" * 100_000, b'{"model": ' * 100_000, b"\xff\xfe{\0}\0", b"null",
                     b"[]", b"7", b'{"model": ' + b"9" * 5000 + b"}"):
         file.write_bytes(content)
-        with pytest.raises(ValueError, match="tokenizer.json"):
+        with refused("tokenizer.json"):
             Tokenizer(str(tmp_path))
     with open(file, "wb") as f:
         f.truncate(2 ** 31)  # takes no room on disk
-    with pytest.raises(ValueError, match="tokenizer.json has 2,147,483,648 bytes"):
+    with refused("tokenizer.json has 2,147,483,648 bytes"):
         Tokenizer(str(tmp_path))
     for make in (os.mkdir, os.mkfifo):
         os.rename(file, tmp_path / f"before-{make.__name__}")
         make(file)
-        with pytest.raises(FileNotFoundError, match="tokenizer.json .* is no regular file"):
+        with pytest.raises(FileNotFoundError,
+                           match="tokenizer.json .* is no regular file"):
             Tokenizer(str(tmp_path))
 
 
@@ -1372,5 +1415,5 @@ def test_command_line(folders, capsys):
 
 def test_command_line_refuses_in_one_line(folders, tmp_path):
     path = edited(folders["qwen"], tmp_path, edit=lambda d: d["model"].pop("vocab"))
-    with pytest.raises(SystemExit, match="error: .*tokenizer.json: vocab is missing"):
+    with ends("error: .*tokenizer.json: vocab is missing"):
         tokenizer_py.main(path)
