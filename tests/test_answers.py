@@ -794,14 +794,15 @@ def test_no_text_is_right_whatever_is_asked():
               "is correct", " vs ", "- ", "\\frac{", "No, "]
     soups = ["".join(rng.choices(pieces, k=rng.randint(1, 12))) for _ in range(500)]
     paid = Counter()
-    for text in TEXTS + soups:
+    texts = TEXTS[::3] + soups
+    for text in texts:
         for rule, golds in (("choice", "ABCDEFGHIJ"),
                             ("boxed", ["41", "42", "A", "B"]),
                             ("number", ["41", "42", "-42"]),
                             ("contains", ["41", "42"])):
             paid[rule, sum(judged(rule, gold, text) for gold in golds)] += 1
     for rule in ("choice", "boxed", "number"):
-        assert paid[rule, 1] > 20 and paid[rule, 0] + paid[rule, 1] == len(TEXTS + soups)
+        assert paid[rule, 1] > 20 and paid[rule, 0] + paid[rule, 1] == len(texts)
     assert paid["contains", 2] > 20
 
 

@@ -427,7 +427,8 @@ def test_no_input_panics(folders, kind):
 @pytest.mark.parametrize("kind", ("qwen", *FALLBACK))
 def test_long_runs_equal_the_tokenizers_library(folders, kind):
     tok, hf = Tokenizer(folders[kind]), by_transformers(folders[kind])
-    for run in (" " * 1_010_000 + "x", "\t" * 300_000, "a" * 30_000, "?" * 30_000):
+    space = 1_010_000 if kind == "qwen" else 200_000
+    for run in (" " * space + "x", "\t" * space, "a" * 30_000, "?" * 30_000):
         assert tok.encode(run) == hf.encode(run, add_special_tokens=False), (run[:1], len(run))
 
 
