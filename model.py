@@ -13,8 +13,7 @@ a GPU the kernels of fast/fused.py compute the same. What a checkpoint's files s
 are refused, is in support/hf_config.py and support/hub.py.
 
 Left out on purpose: dropout, sliding windows, mixture of experts, YaRN and other RoPE
-scalings but Llama 3's (all refused by name), quantised weights, sentencepiece models'
-tokenizers.
+scalings but Llama 3's (all refused by name), quantised weights.
 
 Parameter names are those of the checkpoint without the leading "model.", so loading is a
 strict comparison of names and shapes and saving is its inverse. q, k, v and gate, up are

@@ -60,8 +60,7 @@ VALUE = (r"(?:(?i:(?:var)?(?:alpha|beta|gamma|delta|epsilon|zeta|eta|theta|iota|
          r")(?![A-Za-z])")
 # minus, hyphens, en dash -> the ASCII sign; fractions' strokes -> a slash
 SIGNS = dict.fromkeys(map(ord, "\u2212\u2010\u2011\u2013\ufe63\uff0d"), "-")
-SIGNS |= dict.fromkeys(map(ord, "\u2044\u2215÷"), "/") | dict.fromkeys(map(ord, "．٫"), ".")
-SIGNS |= dict.fromkeys(map(ord, "，﹐"), ",") | {ord("∓"): "±", ord("˚"): "°"}
+SIGNS |= str.maketrans("\u2044\u2215÷．٫，﹐∓˚", "///..,,±°")
 QUOTES = str.maketrans("‘’“”", "''\"\"")
 SUPERSCRIPTS = str.maketrans("⁰¹²³⁴⁵⁶⁷⁸⁹⁻⁺", "0123456789-+")
 # a minus is the sign of a number right behind it, however that is dressed ("-**5**"), and of one
@@ -220,7 +219,8 @@ BEHIND = r"(?![\w+#^])(?![-/]\w|[.,]\d|'(?!s\b)\w)"
 
 def plain(text):
     """The ways in which LaTeX and typography write numbers, signs and spaces, written plainly."""
-    text = re.sub(r"(?<=\d)[⁻⁺]?[⁰¹²³⁴⁵⁶⁷⁸⁹]+", lambda m: "^" + m[0].translate(SUPERSCRIPTS), text)
+    text = re.sub(r"(?<=\d)[⁻⁺]?[⁰¹²³⁴⁵⁶⁷⁸⁹]+",
+                  lambda m: "^" + m[0].translate(SUPERSCRIPTS), text)
     # a minus sign with a space behind it, unless it takes something away
     text = re.sub(r"(?<![\d)\]}])(?<![\d)\]}]\s)\u2212\s+(?=[$€£]?[.\d])", "-", text)
     text = text.translate(SIGNS)
@@ -267,7 +267,8 @@ def digit(c):
 def unwrapped(text):
     """\\text{words} and the like -> " words "; what is nested deeper than four times stays."""
     for _ in range(4):
-        text = WRAP.sub(lambda m: f" {m[1]} " if re.search("[A-Za-z]", m[1]) else m[1], text)
+        text = WRAP.sub(lambda m: f" {m[1]} " if re.search("[A-Za-z]", m[1]) else m[1],
+                        text)
     return text
 
 
@@ -306,7 +307,8 @@ def exact(text, gold):
     close again, and behind them punctuation, unless gold has it."""
     text, gold = words(text).casefold(), core(gold).casefold()
     before, found, behind = text.partition(gold) if gold else ("", "", "")
-    closed = re.sub(r"[\s.,:;!?]", "", behind)[::-1].translate(str.maketrans(")]", "(["))
+    closed = re.sub(r"[\s.,:;!?]", "", behind)[::-1]
+    closed = closed.translate(str.maketrans(")]", "(["))
     opened = re.sub(r"\s", "", before)
     return bool(found) and opened == closed and not opened.strip(
         "\"'`*" if "," in gold else "\"'`*([")
@@ -323,7 +325,8 @@ def core(gold):
     gold = words(gold)
     if not gold.strip(" .,:;!?\"'`*()[]"):
         return ""
-    gold = re.sub(r"^([\"'`*]{1,3})(.+)\1$", r"\2", gold.rstrip(" .,:;?")).rstrip(" .,:;?")
+    gold = re.sub(r"^([\"'`*]{1,3})(.+)\1$", r"\2", gold.rstrip(" .,:;?"))
+    gold = gold.rstrip(" .,:;?")
     return re.sub(r"^\(([^(),]*)\)$|^\[([A-Za-z]*)\]$", r"\1\2", gold)
 
 
@@ -353,7 +356,8 @@ def boxed(text, gold, same=None):
     same(content, gold): what a box must be."""
     # \fbox{4}, \boxed 4 and \boxed x; \boxed 42 is a box with 4 and a 2 behind it
     text = re.sub(r"\\f(?:rame)?box(?![A-Za-z])", r"\\boxed", text)
-    text = re.sub(r"\\boxed(?:\s*(\d)|\s+([A-Za-z])(?![A-Za-z]))", r"\\boxed{\1\2}", text)
+    text = re.sub(r"\\boxed(?:\s*(\d)|\s+([A-Za-z])(?![A-Za-z]))",
+                  r"\\boxed{\1\2}", text)
     found = boxes(text)
     if not found or GLUED.search(
             plain(text[:found[-1][1]]) + ODD + plain(text[found[-1][2]:])):
@@ -384,7 +388,8 @@ def boxes(text):
 
 def in_box(content, gold):
     if is_number(gold):
-        number = re.sub(r"^\(([^()]*)\)$", r"\1", re.sub(r"^([-+])\s+", r"\1", amount(content)))
+        number = re.sub(r"^\(([^()]*)\)$", r"\1",
+                        re.sub(r"^([-+])\s+", r"\1", amount(content)))
         return (is_number(number) and ".." not in content
                 and numbers(number)[0][0] == numbers(gold)[0][0])
     content, gold = squeezed(content), squeezed(gold)
@@ -406,7 +411,8 @@ def amount(text):
 
 def squeezed(text):
     """LaTeX to compare: one way to write fractions and roots, no space but between digits."""
-    for short, whole in ((r"\\[dtc]frac", r"\\frac"), (r"\\(frac|sqrt)\s*(\d)", r"\\\1{\2}"),
+    for short, whole in ((r"\\[dtc]frac", r"\\frac"),
+                         (r"\\(frac|sqrt)\s*(\d)", r"\\\1{\2}"),
                          (r"(\\frac\{[^{}]*\})\s*(\d)", r"\1{\2}"),
                          (r"\\sqrt\s*(\w)", r"\\sqrt{\1}")):
         text = re.sub(short, whole, text)
@@ -472,7 +478,7 @@ def contains(text, gold):
     before = BEFORE + (A_POINT if gold[:1].isdigit() else "")
     if re.match(r"\d+/\d|\d{3}(?!\d)", gold):  # no part of 3 1/2, of 1 234 men
         before += r"(?<!\d )"
-    return bool(gold) and re.search(f"{before}{re.escape(gold)}{BEHIND}", text) is not None
+    return bool(gold and re.search(f"{before}{re.escape(gold)}{BEHIND}", text))
 
 
 def in_form(text, gold):

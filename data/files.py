@@ -98,7 +98,8 @@ def read_splits(paths, shots, notes, **how):
     if not held_out:
         repeats = []
         problems = read_problems(train, repeats, **how)
-        splits = split_file(problems, name=train, also="".join(f" ({note})" for note in repeats))
+        splits = split_file(problems, name=train,
+                            also="".join(f" ({note})" for note in repeats))
         notes += repeats
     else:
         every, held = (read_problems(path, notes, **how) for path in paths)
@@ -214,19 +215,22 @@ def read_line(line, rule="auto", where=""):
         answer = "" if answer is None else json.dumps(row["answer"])
     if text is None or not isinstance(answer, str) or not (answer or own):
         raise ValueError(missing(row, own))
-    if re.search("[\ud800-\udfff]", json.dumps([text, answer, messages], ensure_ascii=False)):
+    if re.search("[\ud800-\udfff]",
+                 json.dumps([text, answer, messages], ensure_ascii=False)):
         raise ValueError("has half a surrogate pair, which is no character")
     if not own and not earns(rule, answer, answer):
         by = "" if rule == "auto" else f" by reward={rule}"
         raise ValueError(f"has the answer {answer[:80]!r}, which no text can match{by}")
-    return Problem("file", text, answer, messages=messages, row=row, rule=rule, where=where)
+    return Problem("file", text, answer, messages=messages, row=row, rule=rule,
+                   where=where)
 
 
 def asked(row):
     """-> the text that a line's object asks, None if there is none; the chat that it ends, or None.
     ValueError for more than one."""
     names = ("prompt", "question", "messages")
-    found = [name for name in names if isinstance(row, dict) and row.get(name) is not None]
+    found = [name for name in names
+             if isinstance(row, dict) and row.get(name) is not None]
     if len(found) > 1:
         raise ValueError(f'has both "{found[0]}" and "{found[1]}": which one counts?')
     value = row[found[0]] if found else None

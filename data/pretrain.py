@@ -1,21 +1,21 @@
 """
-Makes the small checkpoint in data/tiny/ from nothing: a tokenizer, a Qwen3-shaped model of
-1.1 M parameters, its training.
+Makes the small checkpoint in data/tiny/ from nothing: a tokenizer, a Qwen3-shaped model of 1.1 M
+parameters, its training.
 
     python -m data.pretrain [FOLDER]      # data/tiny unless named
 
 The idea. RL should have something to teach, so the checkpoint is a base model that can nearly do
-the tasks kv, kv4 and kv16: it finds a code in a list of facts, but does not yet know the form of
-an answer with several codes. On real prompts right after copying a small model stays at "some code
-of the list". A curriculum helps:
+the tasks kv, kv4 and kv16: it finds a code in a list of facts, but does not yet know the form of an
+answer with several codes. On real prompts right after copying a small model stays at "some code of
+the list". A curriculum helps:
 1. copying. Rows of random tokens in which one span stands twice, at other places in every row,
    until the model continues the second occurrence: this forms the induction circuit (what came
    after this token the last time?).
 2. the task with gaps closed. " apple is 4817" answers " apple" by induction only if nothing stands
-   between key and code. So rows first lose all tokens but keys, digits and the stop token, then,
-   as accuracy allows, fewer and fewer kinds of them, until they are the real prompts. Each list of
-   facts is asked about several times, to be efficient.
-   Codes are found first; the order of the keys in long answers comes last.
+   between key and code. So rows first lose all tokens but keys, digits and the stop token, then, as
+   accuracy allows, fewer and fewer kinds of them, until they are the real prompts. Each list of
+   facts is asked about several times, to be efficient. Codes are found first; the order of the keys
+   in long answers comes last.
 It ends in the middle of that: at the first step, looked at every 5 once the prompts are whole, at
 which sampled answers to kv4 earn `target`. Then some reward is there to learn from, and the form is
 not. Later snapshots know the form: then the full cache has nothing left to learn (docs/results.md).
@@ -50,8 +50,9 @@ from support.screen import one_line_errors
 HERE = os.path.dirname(os.path.abspath(__file__))
 TINY = os.path.join(HERE, "tiny")
 
-shape = dict(hidden_size=128, intermediate_size=384, num_hidden_layers=4, num_attention_heads=4,
-             num_key_value_heads=2, head_dim=32)
+shape = dict(hidden_size=128, intermediate_size=384,
+             num_hidden_layers=4, num_attention_heads=4, num_key_value_heads=2,
+             head_dim=32)
 learning_rate = 3e-3
 weight_decay = 0.01
 clip = 1.0               # largest gradient norm
@@ -93,9 +94,9 @@ def words():
 
 
 def merged_tokens():
-    """-> vocabulary (token -> id), merges: byte-level BPE made by hand. 256 bytes, all
-    numbers of two and three digits, and every word of words.txt, letter by letter
-    from its start, so that no merge begins inside a word. Ids are in merge order."""
+    """-> vocabulary (token -> id), merges: byte-level BPE made by hand. 256 bytes, all numbers of
+    two and three digits, and every word of words.txt, letter by letter from its start, so that no
+    merge begins inside a word. Ids are in merge order."""
     char = {b: c for c, b in BYTE_OF.items()}
     vocab, merges = {char[b]: b for b in range(256)}, []
 
@@ -122,12 +123,15 @@ def merged_tokens():
 def build_tokenizer():
     """-> tokenizer.json as a dict"""
     vocab, merges = merged_tokens()
-    stop = dict(id=len(vocab), content=STOP, special=True, normalized=False, single_word=False,
-                lstrip=False, rstrip=False)
-    split = dict(type="Split", pattern=dict(Regex=SPLIT), behavior="Isolated", invert=False)
-    byte_level = dict(type="ByteLevel", add_prefix_space=False, trim_offsets=True, use_regex=False)
-    bpe = dict(type="BPE", dropout=None, unk_token=None, continuing_subword_prefix=None,
-               end_of_word_suffix=None, fuse_unk=False, byte_fallback=False, ignore_merges=False,
+    stop = dict(id=len(vocab), content=STOP, special=True, normalized=False,
+                single_word=False, lstrip=False, rstrip=False)
+    split = dict(type="Split", pattern=dict(Regex=SPLIT), behavior="Isolated",
+                 invert=False)
+    byte_level = dict(type="ByteLevel", add_prefix_space=False,
+                      trim_offsets=True, use_regex=False)
+    bpe = dict(type="BPE", dropout=None, unk_token=None,
+               continuing_subword_prefix=None, end_of_word_suffix=None,
+               fuse_unk=False, byte_fallback=False, ignore_merges=False,
                vocab=vocab, merges=merges)
     return dict(version="1.0", truncation=None, padding=None, added_tokens=[stop], normalizer=None,
                 pre_tokenizer=dict(type="Sequence", pretokenizers=[split, byte_level]),
@@ -135,15 +139,14 @@ def build_tokenizer():
 
 
 def new_model(raw):
-    """Random weights. Embeddings have length about 1, so that a copied token stands out
-    among the logits from the start."""
+    """Random weights. Embeddings have length about 1, so that a copied token stands out among the
+    logits from the start."""
     model = Transformer(Config.from_dict(raw))
     for name, p in model.named_parameters():
         if p.dim() < 2:
             continue
         std = p.shape[1] ** -0.5
-        # what a branch adds to the residual is smaller, so that depth does not blow up the
-        # sum
+        # what a branch adds to the residual is smaller, so that depth does not blow up the sum
         if "o_proj" in name or "down_proj" in name:
             std *= 0.35
         torch.nn.init.normal_(p, std=std)
@@ -164,9 +167,8 @@ def causal(rows):
 
 
 def copy_batch(rng, words):
-    """Stage 1 -> ids (rows, T), mask (rows, T) of the tokens that repeat what followed
-    before. Lengths and places differ from row to row: one fixed distance would be learnt as
-    just that."""
+    """Stage 1 -> ids (rows, T), mask (rows, T) of the tokens that repeat what followed before.
+    Lengths and places differ from row to row: one fixed distance would be learnt as just that."""
     ids = words[torch.randint(len(words), (copy_rows, copy_length), generator=rng)]
     mask = torch.zeros_like(ids, dtype=torch.bool)
     for row, m in zip(ids, mask):
@@ -238,7 +240,8 @@ def evaluate(model, tok, task, n, group, temperature):
     exact = torch.are_deterministic_algorithms_enabled()
     torch.use_deterministic_algorithms(False)  # sampling has its own generator
     r = generate(model, [encode(p.text) for p in problems], group, longest,
-                 temperature=temperature, eviction=Eviction("none"), stop_ids=tok.stop_ids)
+                 temperature=temperature, eviction=Eviction("none"),
+                 stop_ids=tok.stop_ids)
     torch.use_deterministic_algorithms(exact)
     earned, form = [], []
     for p, tokens, lengths in zip(problems, r.tokens.tolist(), r.lengths.tolist()):
@@ -253,10 +256,11 @@ def write_json(folder):
     """Everything of the checkpoint but its weights. -> config.json as a dict"""
     tokenizer = build_tokenizer()
     stop = len(tokenizer["model"]["vocab"])
-    config = dict(architectures=["Qwen3ForCausalLM"], model_type="qwen3", **shape,
-                  vocab_size=stop + 1, tie_word_embeddings=True, max_position_embeddings=2048,
-                  rms_norm_eps=1e-6, rope_theta=10000.0, attention_bias=False, hidden_act="silu",
-                  eos_token_id=stop)
+    config = dict(architectures=["Qwen3ForCausalLM"], model_type="qwen3",
+                  **shape, vocab_size=stop + 1,
+                  tie_word_embeddings=True, max_position_embeddings=2048,
+                  rms_norm_eps=1e-6, rope_theta=10000.0,
+                  attention_bias=False, hidden_act="silu", eos_token_id=stop)
     named = dict(tokenizer_class="PreTrainedTokenizerFast", eos_token=STOP,
                  clean_up_tokenization_spaces=False)
     sampling = dict(eos_token_id=stop, do_sample=True, temperature=1.0)
@@ -282,9 +286,11 @@ def training(model, tok, seed):
     print(f"{size:,} parameters, {len(tok)} tokens, {len(copied)} of them in stage 1")
     device = model.device
     every = torch.ones(len(tok), dtype=torch.bool, device=device)
-    number = torch.isin(torch.arange(len(tok)), torch.tensor(sorted(numbers))).to(device)
+    number = torch.isin(torch.arange(len(tok)),
+                        torch.tensor(sorted(numbers))).to(device)
 
-    opt = torch.optim.AdamW(model.parameters(), betas=(0.9, 0.98), weight_decay=weight_decay)
+    opt = torch.optim.AdamW(model.parameters(), betas=(0.9, 0.98),
+                            weight_decay=weight_decay)
     rng, start = torch.Generator().manual_seed(seed), time.time()
     stage, first, mean, removed = 1, 0, 0.0, 1.0  # first: the step at which the stage began
     for step in range(max_steps):
@@ -305,7 +311,8 @@ def training(model, tok, seed):
                   f"removed {removed:.2f}  {(time.time() - start) / 60:4.1f} min", flush=True)
         if stage > 1 and removed < 0.5 and step % eval_every == 0:
             for task in mixture:
-                earned, form = evaluate(model, tok, task, n=32, group=1, temperature=0.0)
+                earned, form = evaluate(model, tok, task, n=32, group=1,
+                                        temperature=0.0)
                 print(f"    held-out {task}, greedy: reward {earned:.3f}  form {form:.3f}",
                       flush=True)
         yield step, stage == 2 and removed == 0
@@ -328,8 +335,8 @@ def main(out_dir=TINY, device="cpu", seed=0, stop=None):
     for step, whole in training(model, tok, seed):
         enough = False
         if whole and step % check_every == 0 and stop is None:
-            earned, form = evaluate(model, tok, "kv4", check_problems, group=check_group,
-                                    temperature=1.0)
+            earned, form = evaluate(model, tok, "kv4", check_problems,
+                                    group=check_group, temperature=1.0)
             print(f"step {step:4d}  held-out kv4, sampled: reward {earned:.4f}  form {form:.4f}",
                   flush=True)
             enough = earned >= target
@@ -347,7 +354,8 @@ if __name__ == "__main__":
     a.add_argument("folder", nargs="?", default=TINY)
     a.add_argument("--device", default="cpu", help="on a GPU it takes two minutes")
     a.add_argument("--seed", type=int, default=0)
-    a.add_argument("--stop", type=int, help="write the model of this step, whatever it can do")
+    a.add_argument("--stop", type=int,
+                   help="write the model of this step, whatever it can do")
     a = a.parse_args()
     with one_line_errors(ValueError, OSError):
         choose_device(a)

@@ -116,9 +116,11 @@ class Own:
     def many(self, rows, texts, tokens):
         """Of a function for a whole batch -> a dict for each response."""
         with settings_kept():
-            found = self.function(copy.deepcopy(rows), list(texts), [list(t) for t in tokens])
+            found = self.function(copy.deepcopy(rows), list(texts),
+                                  [list(t) for t in tokens])
         if not hasattr(found, "__len__") or len(found) != len(texts):
-            got = f"{len(found)} of them" if hasattr(found, "__len__") else repr(found)[:80]
+            many = hasattr(found, "__len__")
+            got = f"{len(found)} of them" if many else repr(found)[:80]
             raise RewardError(f"must be a list of one number (or dict) for each of {len(texts)} "
                               f"responses, got {got}")
         return [self.checked(each) for each in found]

@@ -1,75 +1,80 @@
 """
-Text to token ids and back for byte-level BPE checkpoints (GPT-2, Llama 3, Qwen2/2.5/3,
-SmolLM2), and the chat template.
+Text to token ids and back, as tokenizer.json says, and the chat template.
 
     python -m data.tokenizer FOLDER [TEXT]      # show the pieces of a line of text
 
-The idea. `tokenizer.json` says three things: how text is cut into pieces (a regex), which
-pairs of tokens merge (in this order), and which texts are tokens of their own (added
-tokens, such as <|im_end|>). tiktoken runs the regex and the merges from one table of ranks;
-this file builds that table and refuses by name whatever it would compute differently.
-Everything in the files is checked here and nowhere else.
+The idea. `tokenizer.json` says how text is normalised and cut into pieces, which pairs of tokens
+merge (in this order), and which texts are tokens of their own (added tokens, such as <|im_end|>).
+Byte-level BPE (GPT-2, Llama 3, Qwen2/2.5/3, SmolLM2) runs in tiktoken: a regex and one table of
+ranks, which this file builds. Any other BPE (Llama 2, Mistral, and byte-level ones whose pieces no
+regex here finds) runs in the tokenizers library, which reads the file by itself. Either engine is
+built without the added tokens, so that no text can become one; this file looks for them.
 
 What differs from transformers' AutoTokenizer on purpose:
-- text that spells an added token stays text unless special=True, and so does what a message
-  says: only the chat template's own text ends a turn. An assistant's thought is one, though:
-  <think> and </think> in its messages are the tokens.
-- encode puts nothing in front; a chat template writes its own BOS, and a second one is a
-  classic mistake. What post_processor puts in front is `bos_ids`, for prompts without a
-  template; what it puts behind is left out, as the response follows.
+- text that spells an added token stays text unless special=True, and so does what a message says:
+  only the chat template's own text ends a turn. An assistant's thought is one, though: <think> and
+  </think> in its messages are the tokens.
+- encode puts nothing in front; a chat template writes its own BOS, and a second one is a classic
+  mistake. What post_processor puts in front is `bos_ids`, for prompts without a template; what it
+  puts behind is left out, as the response follows.
 - a token with which the template ends a turn is a stop token, whatever the checkpoint says.
-- a template's strftime_now is always DATE, and it has no random filter: a prompt does not
-  depend on the day.
+- a template's strftime_now is always DATE, and it has no random filter: a prompt does not depend on
+  the day.
+- added tokens that are marked `normalized` are looked for in normalised text where that is NFC,
+  else as they stand: after Llama 2's normalizer, which puts a space in front, older files of its
+  would find </s> only behind a space.
 - lone surrogates, on which transformers raises, become U+FFFD; surrogate pairs become their
   character.
 
-What may differ on rare input: bytes that the vocabulary lacks (SmolLM2: 21 of 256, control
-characters mostly) are dropped after merging, not before; runs of white space are cut every
-262,144 characters (tiktoken's regex overflows at a million); the tables that say what is a
-letter or composes under NFC are tiktoken's and Python's.
+What may differ on rare input to tiktoken: bytes that the vocabulary lacks (SmolLM2: 21 of 256,
+control characters mostly) are dropped after merging, not before; runs of white space are cut every
+262,144 characters (its regex overflows at a million); what is a letter its own tables say.
 
 A template is a program, and may hang or want all memory: it runs in a process of its own, with
 limits that it cannot reach (support/apart.py).
 
-Left out: sentencepiece and word-piece models, training, offsets, padding, truncation.
+Left out: models that are no BPE, a tokenizer.model without tokenizer.json, BPE that drops a
+character or has a token for unknown ones, training, offsets, padding, truncation.
 
-References: BPE (arXiv 1508.07909), GPT-2's byte alphabet and pattern, tiktoken, chat
+References: BPE (arXiv 1508.07909), GPT-2's byte alphabet and pattern, tiktoken, tokenizers, chat
 templates as transformers renders them.
 """
 import datetime
+import itertools
 import json
-import math
 import os
 import re
 import sys
-import unicodedata
 from contextlib import contextmanager
 
 import tiktoken
+import tokenizers
 
 from support.apart import Apart, Exceeds
 from support.hub import find_checkpoint
 from support.jsonfile import entry, read_json, read_text, reason, shown
 from support.screen import muted
 
-# tokenizer.json writes each byte as one character: itself where it is printable, else
-# U+0100 onwards in byte order
+# byte-level BPE writes each byte as one character: itself where it is printable, else U+0100
+# onwards in byte order
 PRINTABLE = [*range(33, 127), *range(161, 173), *range(174, 256)]
 OTHERS = sorted(set(range(256)) - set(PRINTABLE))
-BYTE_OF = {chr(b): b for b in PRINTABLE} | {chr(256 + n): b for n, b in enumerate(OTHERS)}
+BYTE_OF = {chr(b): b for b in PRINTABLE}
+BYTE_OF |= {chr(256 + n): b for n, b in enumerate(OTHERS)}
 
+NFC = tokenizers.normalizers.NFC().normalize_str
 GPT2 = r"'(?:[sdmt]|ll|ve|re)| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
-# digits are cut out one by one first, then GPT-2's pattern runs between them: a run of
-# spaces before a digit stays whole
-DIGITS_THEN_GPT2 = r"'(?:[sdmt]|ll|ve|re)| ?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+|\s+(?![^\s\p{N}])|\s+"
-# characters; a power of two, so that a cut falls between the vocabulary's longest runs of
-# spaces
+# digits are cut out one by one first, then GPT-2's pattern runs between them: a run of spaces
+# before a digit stays whole
+DIGITS_THEN_GPT2 = (r"'(?:[sdmt]|ll|ve|re)| ?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+"
+                    r"|\s+(?![^\s\p{N}])|\s+")
+CUTS = ("ByteLevel", "Digits", "Metaspace", "Punctuation", "Split")  # which keep all of a text
+# characters; a power of two, so that a cut falls between the vocabulary's longest runs of spaces
 LONGEST_SPACE = 2 ** 18
 
 # far above what real checkpoints have, low enough that reading ends soon and in 1 GB
 MOST_IDS = 2 ** 22
 LONGEST_ADDED = 256       # characters of an added token
-MOST_CHECKS = 2 ** 28     # sum over the vocabulary of a token's length, squared
 MOST_TEXT = 2 ** 25       # characters that a template may write
 
 DATE = datetime.datetime(2024, 7, 26)  # today, for templates: the day Llama 3.2's falls back on
@@ -77,15 +82,15 @@ THOUGHT = ("<think>", "</think>")      # stay in every text: they tell thought a
 
 
 class Tokenizer:
-    """`Tokenizer(path)`: the tokenizer of a checkpoint, from a folder or from the hub
-    repository of that name. template_file: a chat template in place of the checkpoint's.
+    """`Tokenizer(path)`: the tokenizer of a checkpoint, from a folder or from the hub repository of
+    that name. template_file: a chat template in place of the checkpoint's.
 
-    len(tok): usable ids (largest + 1), to which `model.vocab_used` can be lowered; absent:
-    ids below that without a token; stop_ids: ids that end a response; bos_ids: ids that
-    begin a prompt without chat template; has_chat: is there a chat template; added: text ->
-    id of the added tokens; bytes: id -> bytes of every token; notes: lines that a user
-    should read. Raises FileNotFoundError without a tokenizer.json, ValueError, which names
-    file and key, for a tokenizer that this file would run wrongly."""
+    len(tok): usable ids (largest + 1), to which `model.vocab_used` can be lowered; absent: ids
+    below that without a token; stop_ids: ids that end a response; bos_ids: ids that begin a prompt
+    without chat template; has_chat: is there a chat template; added: text -> id of the added
+    tokens; bytes: id -> bytes of every token; notes: lines that a user should read. Raises
+    FileNotFoundError without a tokenizer.json, ValueError, which names file and key, for a
+    tokenizer that this file would run wrongly."""
 
     def __init__(self, path, template_file=""):
         path = find_checkpoint(path)
@@ -98,15 +103,15 @@ class Tokenizer:
         with naming(path, "tokenizer.json"):
             model = entry(spec, "model", dict)
             check_model(model)
-            pattern = read_pattern(entry(spec, "pre_tokenizer", dict, {}))
-            self.nfc = read_normalizer(entry(spec, "normalizer", dict, {}))
-            self._read_added(entry(spec, "added_tokens", list, []), entry(model, "vocab", dict))
-            tokens = self._read_merges(model)  # rank -> bytes
-            ranks = {t: rank for rank, t in enumerate(tokens)}
-            self.bpe = tiktoken.Encoding(path, pat_str=pattern, mergeable_ranks=ranks,
-                                         special_tokens={})
-            self._merge("a 1.")  # does its pattern find empty pieces? tiktoken panics on these
-            self.bos_ids = self._read_bos(entry(spec, "post_processor", dict, {}))
+            vocab = entry(model, "vocab", dict)
+            normal = [s["type"] for s in flat(entry(spec, "normalizer", dict, {}), "normalizers")]
+            self.nfc = normal == ["NFC"]
+            self._read_added(entry(spec, "added_tokens", list, []), vocab)
+            check_vocabulary(vocab, self.added)
+            self.decoder = None  # of the tokenizers library, for what is not byte-level
+            self.engine = self._read_model(spec, model, normal)
+            self.engine("a 1.", first=True)  # does its pattern find empty pieces?
+            self.bos_ids = self._read_bos(spec.get("post_processor"))
         config = read_json(os.path.join(path, "tokenizer_config.json"), {})
         with naming(path, "tokenizer_config.json"):
             self.named = read_named(config)
@@ -127,10 +132,10 @@ class Tokenizer:
             for option in ("lstrip", "rstrip", "single_word"):
                 if entry(t, option, bool, False):
                     raise ValueError(f"added token {text!r} has {option}, which is not supported")
-            # tokens marked `normalized` are looked for, normalised, in the normalised text,
-            # the others before normalising
+            # tokens marked `normalized` are looked for, normalised, in the normalised text, the
+            # others before normalising
             if entry(t, "normalized", bool, False) and self.nfc:
-                text = unicodedata.normalize("NFC", text)
+                text = NFC(text)
                 late.add(text)
             if text in ids:
                 raise ValueError(f"added token {text!r} stands there twice")
@@ -147,59 +152,51 @@ class Tokenizer:
         self.cut_early, self.cut_late = cutter(ids.keys() - late), cutter(late)
         self.control = either_of(t for t in ids if t not in THOUGHT and t.strip())
 
-    def _read_merges(self, model):
-        whole = entry(model, "vocab", dict)
-        check_vocabulary(whole, self.added)
-        # added tokens stay out of the ranks, even where the vocabulary lists them: no merge
-        # may produce one
-        vocab = {t: i for t, i in whole.items() if t not in self.added}
-        strange = set("".join(vocab)) - BYTE_OF.keys()
-        if strange or "" in vocab:
-            odd = next(t for t in vocab if not t or strange & set(t))
-            raise ValueError(f"vocabulary entry {shown(odd)} is not byte-level BPE "
-                             "(a sentencepiece model?)")
-        merges = read_merges(entry(model, "merges", list), whole)
-        merges = {pair: rank for pair, rank in merges.items() if "".join(pair) not in self.added}
-        order = rank_tokens(vocab, merges, ignore=entry(model, "ignore_merges", bool, False))
-        self.ids = [vocab[t] for t in order]  # rank -> id
-        self.bytes = {i: bytes(map(BYTE_OF.get, t)) for t, i in vocab.items()}
-        tokens = [self.bytes[i] for i in self.ids]
+    def _read_model(self, spec, model, normal):
+        """-> what encodes: engine(text, first) -> ids. first: with text the given one begins."""
+        pre = entry(spec, "pre_tokenizer", dict, {})
+        pattern, steps = read_pattern(pre), flat(pre, "pretokenizers")
+        for step in steps:
+            if step["type"] not in CUTS or step.get("behavior") == "Removed":
+                raise ValueError(f"pre_tokenizer {json.dumps(step)[:200]} is not supported")
+        byte_level = any(step["type"] == "ByteLevel" for step in steps)
+        # no merge may make an added token, even where the vocabulary lists it
+        vocab = {t: i for t, i in model["vocab"].items() if t not in self.added}
+        merges = read_merges(entry(model, "merges", list), model["vocab"])
+        merges = [pair for pair in merges
+                  if not {*pair, "".join(pair)} & self.added.keys()]
+        absent = absent_bytes(vocab, byte_level,
+                              entry(model, "byte_fallback", bool, False))
+        if absent and entry(model, "unk_token", str, ""):
+            raise ValueError(f"unk_token {shown(model['unk_token'])} in place of {len(absent)} "
+                             "absent bytes is not supported")
+        self.bytes = {i: spelled_bytes(t, byte_level) for t, i in vocab.items()}
         self.bytes |= {i: t.encode("utf-8", "replace") for t, i in self.added.items()}
         if not self.bytes:
             raise ValueError("vocab is empty")
-        # tiktoken panics on a byte that it has no token for: absent bytes get ranks past
-        # the vocabulary, and no id
-        absent = sorted({bytes([b]) for b in range(256)} - set(tokens))
-        unknown = entry(model, "unk_token", str, "")
-        if absent and unknown:
-            raise ValueError(f"unk_token {shown(unknown)} in place of {len(absent)} "
-                             "absent bytes is not supported")
-        self.ids += [None] * len(absent)
-        return tokens + absent
+        if pattern and normal in ([], ["NFC"]):
+            whole = entry(model, "ignore_merges", bool, False)
+            if (order := rank_tokens(vocab, merges, whole)) is not None:
+                return Ranks(pattern, vocab, order, absent)
+        if not byte_level:
+            entry(spec, "decoder", dict)
+            self.decoder = load(spec)
+        model = dict(model, vocab=vocab, merges=merges, unk_token=None)
+        return Library(dict(spec, added_tokens=[], model=model, pre_tokenizer=pre or None))
 
     def _read_bos(self, post):
         """post_processor -> ids that it puts in front of a text"""
-        ids = []
-        for step in flat(post, "processors"):
-            if step["type"] == "TemplateProcessing":
-                known = entry(step, "special_tokens", dict, {})
-                for piece in entry(step, "single", list):
-                    if "Sequence" in piece:
-                        break
-                    name = entry(piece, "SpecialToken", dict).get("id")
-                    ids += entry(known.get(name) or {}, "ids", list)
-            elif step["type"] != "ByteLevel":  # which moves offsets only
-                raise ValueError(f"post_processor {shown(step['type'])} is not supported "
-                                 "(TemplateProcessing and ByteLevel are)")
-        odd = [i for i in ids if type(i) is not int or i not in self.bytes]
+        found = load(dict(model=dict(type="BPE", vocab=dict(a=0), merges=[]), post_processor=post))
+        with no_panic("post_processor fails"):
+            found = found.encode("a")
+        ids = found.ids[:found.special_tokens_mask.index(0)]
+        odd = [i for i in ids if i not in self.bytes]
         if odd:
-            raise ValueError(f"post_processor puts id {shown(odd[0])} in front, "
-                             "which has no token")
+            raise ValueError(f"post_processor puts id {odd[0]} in front, which has no token")
         return tuple(ids)
 
     def _read_stop_ids(self, path):
-        # a set: Qwen2.5-Instruct ends a turn with <|im_end|> and a document with
-        # <|endoftext|>
+        # a set: Qwen2.5-Instruct ends a turn with <|im_end|> and a document with <|endoftext|>
         stops = set()
         for file in ("generation_config.json", "config.json"):
             ids = read_json(os.path.join(path, file), {}).get("eos_token_id")
@@ -249,8 +246,8 @@ class Tokenizer:
         return sorted(set(range(len(self))) - self.bytes.keys())
 
     def encode(self, text, special=False):
-        """text -> ids, nothing added. special=True turns text that spells an added token into
-        that token's id."""
+        """text -> ids, nothing added. special=True turns text that spells an added token into that
+        token's id."""
         return self._encode(text, special)
 
     def _encode(self, text, special, masked=False):
@@ -259,21 +256,20 @@ class Tokenizer:
             text.encode()
         except UnicodeEncodeError:
             text = text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
-        added, ids = (self.added if special else {}), []
+        added, ids, first = (self.added if special else {}), [], True
         for part in self.cut_early(text) if special else [text]:
-            # part by part, or a combining mark behind <|im_end|> would compose with its ">"
-            # and undo the token
+            # part by part, or a combining mark behind <|im_end|> would compose with its ">" and
+            # undo the token
             if self.nfc and part not in added:
-                part = unicodedata.normalize("NFC", part)
+                part = NFC(part)
             for piece in self.cut_late(part) if special else [part]:
                 if piece in added:
                     ids.append(added[piece])
-                    continue
-                if masked:
-                    piece = unmasked(piece)
-                    if self.nfc:
-                        piece = unicodedata.normalize("NFC", piece)
-                ids += self._merge(piece)
+                else:
+                    if masked:
+                        piece = NFC(unmasked(piece)) if self.nfc else unmasked(piece)
+                    ids += self.engine(piece, first)
+                first = False
         return ids
 
     def spelled(self, text):
@@ -281,31 +277,19 @@ class Tokenizer:
         found = self.control.search(text)
         return found[0] if found else ""
 
-    def _merge(self, text):
-        ranks = []
-        for piece in cut_space(text):
-            try:
-                with muted():
-                    ranks += self.bpe.encode_ordinary(piece)
-            except BaseException as e:
-                # a Rust panic is no Exception, and its class cannot be imported
-                if type(e).__name__ != "PanicException":
-                    raise
-                raise ValueError(f"tiktoken cannot split this text of {len(text)} characters: "
-                                 f"{e}") from None
-        return [self.ids[r] for r in ranks if self.ids[r] is not None]
-
     def decode(self, ids, special=True):
-        """ids -> text; bytes that are no UTF-8 become U+FFFD. special=False leaves out stop
-        tokens and added tokens marked `special`, by id, but <think> and </think> stay.
-        ValueError for an id without a token."""
-        left_out = set()
-        if not special:
-            left_out = self.hidden.union(self.stop_ids)
+        """ids -> text; bytes that are no UTF-8 become U+FFFD. special=False leaves out stop tokens
+        and added tokens marked `special`, by id, but <think> and </think> stay. ValueError for an
+        id without a token."""
+        left_out = () if special else self.hidden.union(self.stop_ids)
+        ids = [i for i in map(int, ids) if i not in left_out]
         try:
-            pieces = [self.bytes[int(i)] for i in ids if int(i) not in left_out]
+            pieces = [self.bytes[i] for i in ids]
         except KeyError as e:
             raise ValueError(f"no token has id {e}: ids end at {len(self) - 1}") from None
+        if self.decoder:
+            with no_panic("tokenizers cannot decode these ids"):
+                return self.decoder.decode(ids, skip_special_tokens=False)
         return b"".join(pieces).decode("utf-8", "replace")
 
     @property
@@ -316,11 +300,11 @@ class Tokenizer:
         """messages, a list of {"role", "content"} -> ids of the rendered chat template.
 
         The template decides all: Qwen2.5 and SmolLM2 write a system prompt of their own if
-        `messages` has none. What messages say is text, but for an assistant's <think> and
-        </think>: special tokens come from the template, from roles and from `arguments`, which
-        go to the template (enable_thinking=False). So it writes twice: what is wanted, and the
-        same with masks. Raises ValueError without a template, when the template refuses the
-        messages or does not know an argument."""
+        `messages` has none. What messages say is text, but for an assistant's <think> and </think>:
+        special tokens come from the template, from roles and from `arguments`, which go to the
+        template (enable_thinking=False). So it writes twice: what is wanted, and the same with
+        masks. Raises ValueError without a template, when the template refuses the messages or does
+        not know an argument."""
         if not self.has_chat:
             raise ValueError("this checkpoint has no chat template")
         unknown = arguments.keys() - self.template.variables | arguments.keys() & {"messages"}
@@ -346,6 +330,63 @@ class Tokenizer:
         return real
 
 
+# ---- the engines ----
+
+class Ranks:
+    """Byte-level BPE in tiktoken. order: tokens as rank_tokens has them."""
+
+    def __init__(self, pattern, vocab, order, absent):
+        # tiktoken panics on a byte that it has no token for: absent bytes get ranks past the
+        # vocabulary, and no id
+        self.ids = [vocab[t] for t in order] + [None] * len(absent)  # rank -> id
+        tokens = [*map(spelled_bytes, order), *absent]
+        self.bpe = tiktoken.Encoding("bpe", pat_str=pattern, special_tokens={},
+                                     mergeable_ranks={t: rank for rank, t in enumerate(tokens)})
+
+    def __call__(self, text, first):
+        with no_panic(f"tiktoken cannot split this text of {len(text)} characters"):
+            ranks = [rank for part in cut_space(text)
+                     for rank in self.bpe.encode_ordinary(part)]
+        return [self.ids[rank] for rank in ranks if self.ids[rank] is not None]
+
+
+class Library:
+    """Any BPE, in the tokenizers library. Some put a space in front of the text that is given, but
+    not of what follows an added token."""
+
+    def __init__(self, spec):
+        spec = dict(spec, truncation=None, padding=None)
+        cuts = json.dumps(spec["pre_tokenizer"])
+        later = cuts.replace('"prepend_scheme": "first"', '"prepend_scheme": "never"')
+        self.first = self.later = load(spec)
+        if later != cuts:
+            self.later = load(dict(spec, pre_tokenizer=json.loads(later)))
+
+    def __call__(self, text, first):
+        engine = self.first if first else self.later
+        with no_panic(f"tokenizers cannot split this text of {len(text)} characters"):
+            return engine.encode(text, add_special_tokens=False).ids
+
+
+def load(spec):
+    """tokenizer.json as a dict -> a tokenizer of the tokenizers library"""
+    with no_panic("the tokenizers library cannot read it"):
+        return tokenizers.Tokenizer.from_str(json.dumps(spec))
+
+
+@contextmanager
+def no_panic(what):
+    """What libraries in Rust raise is a ValueError here: an Exception without a kind, or a panic,
+    which is none and whose class cannot be imported."""
+    try:
+        with muted():
+            yield
+    except BaseException as e:
+        if type(e) is not Exception and type(e).__name__ != "PanicException":
+            raise
+        raise ValueError(f"{what}: {e}") from None
+
+
 # ---- checks of JSON ----
 
 @contextmanager
@@ -354,7 +395,8 @@ def naming(path, name):
     try:
         yield
     # whatever types may stand in a JSON file
-    except (ValueError, KeyError, TypeError, AttributeError, IndexError, RecursionError) as e:
+    except (ValueError, KeyError, TypeError, AttributeError, IndexError,
+            RecursionError) as e:
         why = " ".join(str(e).split())
         if isinstance(e, KeyError):
             why = f"{why} is missing"
@@ -369,8 +411,8 @@ def check_id(value, what):
 
 
 def check_vocabulary(vocab, added):
-    """Every id is one, and belongs to one token. added: text -> id of the added tokens, which
-    are different."""
+    """Every id is one, and belongs to one token. added: text -> id of the added tokens, which are
+    different."""
     owner = {i: text for text, i in added.items()}
     for text, i in vocab.items():
         check_id(i, f"vocabulary entry {text!r}"[:100])
@@ -382,78 +424,75 @@ def check_vocabulary(vocab, added):
 
 def check_model(model):
     kind = model.get("type", "BPE")  # GPT-2's older files leave it out
-    if kind != "BPE" or model.get("byte_fallback"):
-        raise ValueError(f"{shown(kind)} model with byte_fallback="
-                         f"{shown(model.get('byte_fallback'))} is not byte-level BPE "
-                         "(sentencepiece tokenizers are not supported)")
+    if kind != "BPE":
+        raise ValueError(f"model type {shown(kind)} is not supported (BPE is)")
     for option in ("dropout", "continuing_subword_prefix", "end_of_word_suffix"):
         if model.get(option):
             raise ValueError(f"BPE option {option}={shown(model[option])} is not supported")
 
 
 def read_merges(merges, vocab):
-    """["a b", ...] or [["a", "b"], ...] -> {pair of tokens: its place}. Of a pair that is
-    listed twice the last place counts, as in the tokenizers library."""
-    ranks = {}
-    for rank, pair in enumerate(merges):
-        if type(pair) is str:
-            pair = pair.split(" ")
-        if type(pair) is not list or len(pair) != 2 or {str} != set(map(type, pair)):
+    """["a b", ...] or [["a", "b"], ...] -> list of pairs of tokens"""
+    pairs = [tuple(pair.split(" ") if type(pair) is str else pair if type(pair) is list else ())
+             for pair in merges]
+    for rank, pair in enumerate(pairs):
+        if len(pair) != 2 or {str} != set(map(type, pair)):
             raise ValueError(f"merge {rank} is {shown(merges[rank])}, must be two tokens")
         for token in (*pair, "".join(pair)):
             if token not in vocab:
                 raise ValueError(f"the vocabulary lacks token {shown(token)} of merge {rank}")
-        ranks[tuple(pair)] = rank
-    return ranks
+    return pairs
 
 
-def rank_tokens(vocab, merges, ignore):
+def absent_bytes(vocab, byte_level, fallback):
+    """The bytes without a token of their own. Raises ValueError where a character would be lost."""
+    if byte_level == fallback:
+        raise ValueError(f"BPE with byte_fallback={shown(fallback)} is not supported for a "
+                         f"pre_tokenizer {'with' if byte_level else 'without'} ByteLevel")
+    if byte_level:
+        return [bytes([b]) for c, b in BYTE_OF.items() if c not in vocab]
+    lost = [b for b in range(256) if f"<0x{b:02X}>" not in vocab]
+    if lost:
+        raise ValueError(f"byte_fallback without a token <0x{lost[0]:02X}> is not supported")
+    return []
+
+
+def spelled_bytes(token, byte_level=True):
+    """The bytes that a token of the vocabulary stands for."""
+    if byte_level and set(token) <= BYTE_OF.keys():
+        return bytes(map(BYTE_OF.get, token))
+    if not byte_level and (byte := re.fullmatch("<0x([0-9A-F]{2})>", token)):
+        return bytes.fromhex(byte[1])
+    return token.replace("▁", " ").encode("utf-8", "replace")
+
+
+def rank_tokens(vocab, merges, whole):
     """Tokens in the order in which tiktoken has to merge them, for the ids of the tokenizers
-    library. ignore: a piece that is a token is not merged (ignore_merges).
+    library; None where it would merge otherwise. whole: a piece that is a token is not merged
+    (ignore_merges).
 
-    tiktoken merges every pair whose text is a token, the library only pairs that are
-    listed. What happens inside a token's text does not depend on its surroundings until
-    something crosses its border, so a token has one last merge: that of its text alone. If
-    this pair is listed, its place is the token's rank, and tiktoken comes to the same
-    pair. If not, no text contains the token, and it stays out of the ranks."""
-    if sum(len(t) ** 2 for t in vocab) > MOST_CHECKS:
-        raise ValueError(f"the tokens are too long: squared, their lengths may add up to "
-                         f"{MOST_CHECKS:,}")
-    single, rank, rest = [], {}, []
-    for token in vocab:
-        parts = split_last(token, merges)
-        if len(parts) == 1:
-            single.append(token)
-        elif parts in merges:
-            rank[token] = merges[parts]
-        elif ignore and len(parts) == 2:
-            # tiktoken would merge these two everywhere
-            raise ValueError(f"no merge makes token {shown(token)}, and ignore_merges is true")
-        elif ignore:
-            rest.append(token)
-    return single + sorted(rank, key=rank.get) + rest
-
-
-def split_last(token, merges):
-    """The two parts of `token` before its last merge, or more where merging ends earlier."""
-    parts = list(token)
-    ranks = [merges.get(pair, math.inf) for pair in zip(parts, parts[1:])]
-    while len(parts) > 2:
-        first = min(ranks)
-        if first == math.inf:
-            break
-        i = ranks.index(first)
-        parts[i:i + 2] = [parts[i] + parts[i + 1]]
-        del ranks[i]
-        for j in (i - 1, i):  # the pairs with both neighbours
-            if 0 <= j < len(ranks):
-                ranks[j] = merges.get((parts[j], parts[j + 1]), math.inf)
-    return tuple(parts)
+    tiktoken merges every pair whose text is a token, the library only pairs that are listed. What
+    happens inside a token's text does not depend on its surroundings until something crosses its
+    border. So if the library makes the token of its text alone, it does so everywhere, by the same
+    last merge, and so does tiktoken, as long as all merges that make a token stand together. If
+    not, no text contains the token, and it stays out of the ranks."""
+    made = [token for token, _ in itertools.groupby(map("".join, merges))]
+    if len(made) > len(set(made)) or "" in vocab or not set("".join(vocab)) <= BYTE_OF.keys():
+        return None
+    bpe = tokenizers.models.BPE(vocab, merges)
+    parts = {token: [part.id for part in bpe.tokenize(token)] for token in vocab}
+    rest = [token for token in vocab if parts[token] != [vocab[token]]]
+    # of two parts tiktoken would make the token everywhere; fewer: some bytes are absent
+    if whole and any(len(parts[token]) <= 2 for token in rest):
+        return None
+    order = dict.fromkeys([token for token in vocab if len(token) == 1] + made)
+    unmade = set(rest)
+    return [token for token in order if token not in unmade] + (rest if whole else [])
 
 
 def read_pattern(pre):
-    """The pre_tokenizer of tokenizer.json -> the one regex that finds the same pieces.
-    Raises ValueError for any other kind."""
+    """The pre_tokenizer of tokenizer.json -> the one regex that finds the same pieces, None for
+    other kinds."""
     steps = flat(pre, "pretokenizers")
     steps = [{"use_regex": True, **s} if s["type"] == "ByteLevel" else s for s in steps]
     match steps:
@@ -465,18 +504,10 @@ def read_pattern(pre):
         case [{"type": "Split", "pattern": {"Regex": str(pattern)},
                "behavior": "Isolated", "invert": False},
               {"type": "ByteLevel", "add_prefix_space": False, "use_regex": False}]:
-            # Isolated keeps what the pattern does not match as pieces of their own, where
-            # tiktoken would drop it
+            # Isolated keeps what the pattern does not match as pieces of their own, where tiktoken
+            # would drop it
             return rf"(?:{pattern})|(?:(?!{pattern})[\s\S])+"
-    raise ValueError(f"pre_tokenizer {json.dumps(pre or None)[:200]} is not supported")
-
-
-def read_normalizer(norm):
-    """True for NFC, False for none. Raises ValueError for any other kind."""
-    kinds = [s["type"] for s in flat(norm, "normalizers")]
-    if any(kind != "NFC" for kind in kinds):
-        raise ValueError(f"normalizer {kinds} is not supported (NFC is)")
-    return bool(kinds)
+    return None
 
 
 def flat(step, key):
@@ -532,8 +563,8 @@ class TemplateApart(Apart):
 
 
 class Template:
-    """A chat template, a program from the internet: sandboxed, it cannot change what it is
-    handed, and what it writes is bounded.
+    """A chat template, a program from the internet: sandboxed, it cannot change what it is handed,
+    and what it writes is bounded.
 
     file: where it stands. variables: the names that it takes from outside. Raises ValueError."""
 
@@ -571,8 +602,8 @@ class Template:
 
 
 def environment():
-    """What transformers offers to templates, but for what would make prompts differ from day
-    to day."""
+    """What transformers offers to templates, but for what would make prompts differ from day to
+    day."""
     from jinja2 import TemplateError, nodes, pass_environment
     from jinja2.ext import Extension
     from jinja2.filters import make_attrgetter
@@ -607,7 +638,8 @@ def environment():
     def join(env, values, between="", attribute=None):
         if attribute is not None:
             values = map(make_attrgetter(env, attribute), values)
-        return joined(x for value in values for x in (between, str(value)))[len(between):]
+        return joined(x for value in values
+                      for x in (between, str(value)))[len(between):]
 
     env = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True,
                                         extensions=["jinja2.ext.loopcontrols", Generation])
@@ -754,15 +786,16 @@ def as_said(value, thinks):
 
 
 def as_transformers(messages):
-    """Messages as transformers hands them to a template: without what is null, a thought under
-    both of its names."""
+    """Messages as transformers hands them to a template: without what is null, a thought under both
+    of its names."""
     found = []
     for message in messages:
         message = {name: value for name, value in message.items() if value is not None}
         thoughts = [message[name] for name in ("reasoning_content", "thinking", "reasoning")
                     if name in message]
         if thoughts:
-            message = {"thinking": thoughts[0], **message, "reasoning_content": thoughts[0]}
+            message = {"thinking": thoughts[0], **message,
+                       "reasoning_content": thoughts[0]}
         found.append(message)
     return found
 

@@ -24,6 +24,14 @@ from support.jsonfile import shown
 TINY = os.path.join(ROOT, "data", "tiny")
 
 
+def refused(says):
+    return pytest.raises(ValueError, match=says)
+
+
+def ends(says):
+    return pytest.raises(SystemExit, match=says)
+
+
 # rules by name
 
 def test_rules_by_name():
@@ -51,8 +59,8 @@ def test_answers_that_a_rule_cannot_pay_are_refused(tmp_path):
     with open(path, "w") as f:
         f.write('{"prompt": "a", "answer": "12"}\n{"prompt": "b", "answer": "Rome"}\n')
     assert len(read_problems(path)) == 2 == len(read_problems(path, rule="exact"))
-    with pytest.raises(ValueError, match="a.jsonl:2 has the answer 'Rome', which no text can match "
-                                         "by reward=number"):
+    with refused("a.jsonl:2 has the answer 'Rome', which no text can match "
+                 "by reward=number"):
         read_problems(path, rule="number")
     for rule in set(RULES) - {"math"}:
         gold = "B" if rule == "choice" else "12"
@@ -60,8 +68,8 @@ def test_answers_that_a_rule_cannot_pay_are_refused(tmp_path):
         assert not earns(rule, gold, "C" if rule == "choice" else "13"), rule
     make = dict(task="kv4", tok=Tokenizer(TINY), seed=0, tokens=200, n_eval=2)
     Problems(**make, rule="exact")
-    with pytest.raises(ValueError, match="task kv4 has answers like '.*', which no text can match "
-                                         "by reward=number"):
+    with refused("task kv4 has answers like '.*', which no text can match "
+                 "by reward=number"):
         Problems(**make, rule="number")
 
 
@@ -72,10 +80,10 @@ def test_math_by_a_package(tmp_path, monkeypatch):
         f.write('{"prompt": "a", "answer": "1/2"}\n{"prompt": "b", "answer": "\\\\text{Rome}"}\n')
     assert len(read_problems(path, rule="math")) == 2
     find = importlib.util.find_spec
-    monkeypatch.setattr("importlib.util.find_spec",
-                        lambda name, *at: None if name == "math_verify" else find(name, *at))
-    with pytest.raises(SystemExit, match="^error: reward=math needs the package math-verify: "
-                                         "pip install math-verify$"):
+    monkeypatch.setattr("importlib.util.find_spec", lambda name, *at: (
+        None if name == "math_verify" else find(name, *at)))
+    with ends("^error: reward=math needs the package math-verify: "
+              "pip install math-verify$"):
         train_here("--reward=math", f"--task={path}", f"--out_dir={tmp_path}/out")
     assert not (tmp_path / "out").exists()
     monkeypatch.undo()
@@ -89,8 +97,9 @@ def test_math_by_a_package(tmp_path, monkeypatch):
 # functions of one's own
 
 def test_numbers_that_a_function_returns():
-    for x, want in ((1, 1.0), (True, 1.0), (-0.5, -0.5), (np.float32(0.5), 0.5), (np.True_, 1.0),
-                    (torch.tensor(0.5), 0.5), (torch.tensor(True), 1.0), (np.array(2), 2.0)):
+    for x, want in ((1, 1.0), (True, 1.0), (-0.5, -0.5), (np.float32(0.5), 0.5),
+                    (np.True_, 1.0), (torch.tensor(0.5), 0.5),
+                    (torch.tensor(True), 1.0), (np.array(2), 2.0)):
         assert named_numbers(x) == {"reward": want} and type(named_numbers(x)["reward"]) is float
     assert named_numbers(dict(reward=1, right=False)) == {"reward": 1.0, "right": 0.0}
     for x, say in (
@@ -103,9 +112,9 @@ def test_numbers_that_a_function_returns():
             ({"reward": 1, "a b": 1}, "identifiers, got 'a b'"), ({"reward": 1, 2: 1}, "got 2"),
             (dict(reward=1, right="x"), "right must be a finite number, got 'x'"),
             (dict(reward=float("inf")), "reward must be a finite number, got inf")):
-        with pytest.raises(ValueError, match=say):
+        with refused(say):
             named_numbers(x)
-    with pytest.raises(ValueError, match="got 1j"):
+    with refused("got 1j"):
         number(1j)
 
 
@@ -128,7 +137,7 @@ def test_numbers_that_a_function_returns():
 def test_functions_that_are_none(source, name, say, mine, tmp_path):
     """Refused in one line before out_dir is there."""
     mine(source)
-    with pytest.raises(SystemExit, match=say) as e:
+    with ends(say) as e:
         train_here(f"--reward={name}", f"--out_dir={tmp_path}/out")
     assert "\n" not in str(e.value) and str(e.value).startswith("error: ")
     assert not (tmp_path / "out").exists()
@@ -140,7 +149,7 @@ def test_a_name_that_another_module_has(mine):
     for name in ("grpo", "sys"):
         with open(f"{name}.py", "w") as f:
             f.write(source)
-        with pytest.raises(ValueError, match=f"{name} is .*, which hides .*here/{name}.py: choose"):
+        with refused(f"{name} is .*, which hides .*here/{name}.py: choose"):
             Own(f"{name}:score")
     mine(source)
     Own("mine:score")
@@ -158,7 +167,7 @@ def test_what_a_function_is_given(mine):
     row, tokens = dict(list=[1, 2]), [5, 6]
     assert own(row, "a", tokens) == {"reward": 2.0, "a": 1.0} == own(row, "a", tokens)
     assert row == dict(list=[1, 2]) and tokens == [5, 6]
-    with pytest.raises(ValueError, match="has the names b, reward, before it had a, reward"):
+    with refused("has the names b, reward, before it had a, reward"):
         own(row, "b", tokens)
 
 
@@ -187,7 +196,8 @@ def test_what_is_logged(mine, tmp_path, monkeypatch):
     evals, steps = read_log(f"{tmp_path}/own")
     small = logs.compact([*evals[:1], *steps])
     assert {"eval_compressed_tokens", "eval_dense_known"} < small[0].keys()
-    assert [row["reward_known"] for row in small[1:]] == [0, 0] and "texts" not in small[0]
+    assert [row["reward_known"] for row in small[1:]] == [0, 0]
+    assert "texts" not in small[0]
     for row in steps:
         assert row.pop("reward_tokens") == pytest.approx(row["length"], rel=1e-6)
         assert row.pop("reward_known") == 0
@@ -200,7 +210,8 @@ def test_what_is_logged(mine, tmp_path, monkeypatch):
     assert (evals, steps) == read_log(f"{tmp_path}/rule")
     # nothing else of the log has a name that such a number could have
     others = ("reward_", "eval_compressed_", "eval_dense_")
-    assert not [name for row in [*evals, *steps] for name in row if name.startswith(others)]
+    assert not [name for row in [*evals, *steps] for name in row
+                if name.startswith(others)]
     mine(SCORE.replace("digits,", "digits / 2,"))  # control
     train_here("--reward=mine:score", "--steps=2", f"--out_dir={tmp_path}/half")
     assert read_log(f"{tmp_path}/half")[1][0]["reward"] == pytest.approx(steps[0]["reward"] / 2)
@@ -215,36 +226,35 @@ def test_a_dry_run_does_not_ask_it(mine, capsys, monkeypatch):
         with open(f"{name}.jsonl", "w") as f:
             for i in range(at, at + 12):
                 f.write(json.dumps(dict(prompt=f"{i} + 1?", answer=str(i + 1))) + "\n")
-    ask = ["--task=some.jsonl", "--eval_task=others.jsonl", "--shots=1", "--reward=mine:score"]
+    ask = ["--task=some.jsonl", "--eval_task=others.jsonl",
+           "--shots=1", "--reward=mine:score"]
     train_here(*ask, "--dry_run=True", "--out_dir=nowhere")
     printed = capsys.readouterr().out
     assert "reward by mine:score" in printed and "\nnothing was written\n" in printed
     assert sorted(os.listdir()) == ["mine.py", "others.jsonl", "some.jsonl"]
     mine(SCORE.replace("row['prompt']", "row['text']"))
-    with pytest.raises(SystemExit, match="held-out problem 0 .*KeyError: 'text'"):  # control
+    with ends("held-out problem 0 .*KeyError: 'text'"):  # control
         train_here(*ask, "--out_dir=somewhere")
 
 
-@pytest.mark.parametrize("what, value, before", [
-    ("grad_enabled", "False", True), ("default_dtype", "torch.float64", torch.float32),
-    ("default_device", "'meta'", torch.device("cpu"))])
-def test_what_it_sets_in_torch_is_set_back(what, value, before, mine, tmp_path):
+def test_what_it_sets_in_torch_is_set_back(mine, tmp_path):
     """Whether it does so when it is imported or when it is called: the run is the same."""
-    def now():
-        return dict(grad_enabled=torch.is_grad_enabled(), default_dtype=torch.get_default_dtype(),
-                    default_device=torch.get_default_device())[what]
-
     mine(SCORE)
     train_here("--reward=mine:score", "--steps=1", f"--out_dir={tmp_path}/plain")
-    sets = f"import torch\ntorch.set_{what}({value})\n"
-    mine(sets + SCORE.replace("    digits", f"    torch.set_{what}({value})\n    digits"))
-    train_here("--reward=mine:score", "--steps=1", f"--out_dir={tmp_path}/sets")
-    assert now() == before and read_log(f"{tmp_path}/sets") == read_log(f"{tmp_path}/plain")
-    exec(sets)
-    assert now() != before  # the control
-    torch.set_grad_enabled(True)
-    torch.set_default_dtype(torch.float32)
-    torch.set_default_device(None)
+    for what, value, now in (
+            ("grad_enabled", "False", torch.is_grad_enabled),
+            ("default_dtype", "torch.float64", torch.get_default_dtype),
+            ("default_device", "'meta'", torch.get_default_device)):
+        before, sets = now(), f"torch.set_{what}({value})\n"
+        mine(f"import torch\n{sets}"
+             + SCORE.replace("    digits", f"    {sets}    digits"))
+        train_here("--reward=mine:score", "--steps=1", f"--out_dir={tmp_path}/{what}")
+        assert now() == before and read_log(tmp_path / what) == read_log(tmp_path / "plain")
+        exec(sets)
+        assert now() != before  # the control
+        torch.set_grad_enabled(True)
+        torch.set_default_dtype(torch.float32)
+        torch.set_default_device(None)
 
 
 def test_a_real_interrupt_is_no_failure(mine, monkeypatch):
@@ -252,8 +262,8 @@ def test_a_real_interrupt_is_no_failure(mine, monkeypatch):
     monkeypatch.setattr(signal, "getsignal", lambda number: signal.default_int_handler)
     mine("def score(row, text, tokens): raise KeyboardInterrupt")
     with pytest.raises(KeyboardInterrupt):
-        judge([Problem("file", "?", "1", rule=Own("mine:score"))], [["a"]], "training", first=0,
-              tokens=[[[1]]])
+        judge([Problem("file", "?", "1", rule=Own("mine:score"))], [["a"]],
+              "training", first=0, tokens=[[[1]]])
 
 
 def test_large_rewards(mine, tmp_path):
@@ -270,7 +280,8 @@ def test_the_stop_token_is_given(mine, tmp_path):
     """As an id; the text is without it. A file's whole row arrives."""
     with open(tmp_path / "p.jsonl", "w") as f:
         for i in range(20):
-            f.write(json.dumps(dict(prompt=f"The code for apple is {i}.", level=i)) + "\n")
+            f.write(json.dumps(dict(prompt=f"The code for apple is {i}.", level=i))
+                    + "\n")
     stop, = Tokenizer(TINY).stop_ids
     mine("def score(row, text, tokens):\n"
          "    assert type(row['level']) is int and 'answer' not in row and '<|' not in text\n"
@@ -283,6 +294,7 @@ def test_the_stop_token_is_given(mine, tmp_path):
     assert step["reward_inside"] == 0
 
 
+FAILING = ["--reward=mine:score", "--steps=3", "--save_every=9", "--eval_every=2"]
 FAILS = ("N = 0\nOdd = type('Odd', (Exception,), dict(__str__=None))\n"
          "def score(row, text, tokens):\n    global N\n    N += 1\n    if N == {}:\n"
          "        {}\n    return sum(map(str.isdigit, text)) / max(1, len(text))\n")
@@ -292,37 +304,28 @@ FAILS = ("N = 0\nOdd = type('Odd', (Exception,), dict(__str__=None))\n"
 @pytest.mark.parametrize("n, bug, where, say", [
     (8 + 8 + 2, "row['level']", "training problem 2", r"raised KeyError: 'level' \(.*mine.py:7\); "
      "the row has prompt, answer"),
-    (8 + 8 + 5, "return None", "training problem 3", "must be a finite number, got None"),
-    (8 + 8 + 8, "return dict(reward=1, x=1)", "training problem 3",
-     "has the names reward, x, before it had reward: must be the same in each call"),
     (8 + 16 + 3, "raise SystemExit(2)", "held-out problem 2",
-     r"raised SystemExit: 2 \(.*mine.py:7\)"),
-    (8 + 16 + 3, "raise KeyboardInterrupt", "held-out problem 2",
-     r"raised KeyboardInterrupt \(.*mine.py:7\)"),
-    (8 + 8 + 2, "raise Odd", "training problem 2",
-     r"raised Odd: its text cannot be made \(.*mine.py:7\)"),
-    (8 + 8 + 2, r"raise ValueError('a\x1b[2J\nb')", "training problem 2",
-     r"raised ValueError: a\\x1b\[2J b \(.*mine.py:7\)")])
-def test_a_function_that_fails_loses_nothing(n, bug, where, say, mine, tmp_path, capsys):
+     r"raised SystemExit: 2 \(.*mine.py:7\)")])
+def test_a_function_that_fails_loses_nothing(n, bug, where, say, mine, tmp_path,
+                                             capsys):
     """What was learned before is saved; the run goes on at that very step and ends as one that
     never failed."""
-    out, ask = tmp_path / "out", ["--reward=mine:score", "--steps=3", "--save_every=9",
-                                  "--eval_every=2"]
-    path, step = mine(FAILS.format(n, bug)), 1 if "training" in where else 2
+    out, step = tmp_path / "out", 1 if "training" in where else 2
+    path = mine(FAILS.format(n, bug))
     with pytest.raises(SystemExit, match=(
             rf"^error: the reward of {where} \('Repeat .*', response '.*'\) {say}; "
             rf".*ckpt.pt holds step {step}$")):
-        train_here(*ask, f"--out_dir={out}")
+        train_here(*FAILING, f"--out_dir={out}")
     assert read_checkpoint(out)["step"] == step
     assert [len(rows) for rows in read_log(out)] == [1, step]
     mine(FAILS.format(0, "pass"))
     capsys.readouterr()
-    train_here(*ask, "--resume=True", f"--out_dir={out}")
+    train_here(*FAILING, "--resume=True", f"--out_dir={out}")
     said = f"resumed at step {step}\nreward: {path} is another than before step {step}\n"
     assert capsys.readouterr().out.startswith(said)
     mine(FAILS.format(0, "pass"))
     whole = tmp_path / "whole"
-    train_here(*ask, f"--out_dir={whole}")
+    train_here(*FAILING, f"--out_dir={whole}")
     assert "is another" not in capsys.readouterr().out
     log = read_log(out)
     after = [row for rows in log for row in rows if "changed" in row]  # the next line says so too
@@ -331,48 +334,69 @@ def test_a_function_that_fails_loses_nothing(n, bug, where, say, mine, tmp_path,
     assert after[0].pop("changed") == "reward"
     assert log == read_log(whole) and len(log[1]) == 3
     files = ("samples.txt", "model/model.safetensors")
-    assert all((out / name).read_bytes() == (whole / name).read_bytes() for name in files)
+    assert all((out / name).read_bytes() == (whole / name).read_bytes()
+               for name in files)
+
+
+@pytest.mark.parametrize("bug, say", [
+    ("return None", "must be a finite number, got None"),
+    ("return dict(reward=1, x=1)",
+     "has the names reward, x, before it had reward: must be the same in each call"),
+    ("raise KeyboardInterrupt", r"raised KeyboardInterrupt \(.*mine.py:7\)"),
+    ("raise Odd", r"raised Odd: its text cannot be made \(.*mine.py:7\)"),
+    (r"raise ValueError('a\x1b[2J\nb')", r"raised ValueError: a\\x1b\[2J b \(.*mine.py:7\)")])
+def test_how_a_function_fails(bug, say, mine, tmp_path):
+    """Here in the first step, behind an evaluation: what is saved is where it began."""
+    mine(FAILS.format(8 + 5, bug))
+    with ends(rf"^error: the reward of training problem 1 .* {say}; "
+              r".*ckpt.pt holds step 0$"):
+        train_here(*FAILING, f"--out_dir={tmp_path}/out")
+    assert read_checkpoint(tmp_path / "out")["step"] == 0
 
 
 def test_a_function_that_fails_at_first_saves_nothing(mine, tmp_path, capsys):
     """So the same command may be said again."""
     mine("def score(row, text, tokens): return row['level']")
-    with pytest.raises(SystemExit, match=r"held-out problem 0 .*KeyError.*; nothing was saved$"):
+    with ends(r"held-out problem 0 .*KeyError.*; nothing was saved$"):
         train_here("--reward=mine:score", f"--out_dir={tmp_path}/out")
     out = tmp_path / "out"
     assert not (out / "ckpt.pt").exists() and (out / "config.json").exists()
-    with pytest.raises(SystemExit, match="ckpt.pt does not exist.*; nothing was saved, so start "
-                       "again without --resume=True"):
+    with ends("ckpt.pt does not exist.*; nothing was saved, so start "
+              "again without --resume=True"):
         train_here("--reward=mine:score", "--resume=True", f"--out_dir={out}")
     mine("def score(row, text, tokens): return dict(reward=0.25, right=0.5)")
     train_here("--reward=mine:score", "--steps=1", f"--out_dir={out}")
     assert len(read_log(out)[1]) == 1
     printed = capsys.readouterr().out
     assert re.search(r"eval +0 \| .* compressed cache 0.250, dense cache 0.250, "
-                     r"eval_compressed_right 0.500, eval_dense_right 0.500, accept ", printed)
-    with pytest.raises(SystemExit, match="holds another run"):  # control: now there is something
+                     r"eval_compressed_right 0.500, eval_dense_right 0.500, accept ",
+                     printed)
+    with ends("holds another run"):  # control: now there is something
         train_here("--reward=mine:score", "--steps=1", f"--out_dir={out}")
 
 
 def test_a_line_of_a_file_is_named(mine, tmp_path):
     with open(tmp_path / "p.jsonl", "w") as f:
         for i in range(20):
-            f.write(json.dumps(dict(prompt=f"The code for apple is {i}.", answer=i)) + "\n")
+            f.write(json.dumps(dict(prompt=f"The code for apple is {i}.", answer=i))
+                    + "\n")
     mine("def score(row, text, tokens): return 1 / (row['answer'] != 10)")
     question = shown("The code for apple is 10.")
     where = rf"(held-out|training) problem . .*p.jsonl:11 \({question}, "
-    with pytest.raises(SystemExit, match=where):
-        train_here("--reward=mine:score", f"--task={tmp_path}/p.jsonl", f"--out_dir={tmp_path}/o")
+    with ends(where):
+        train_here("--reward=mine:score",
+                   f"--task={tmp_path}/p.jsonl", f"--out_dir={tmp_path}/o")
 
 
 def test_another_reward_is_another_run(mine, tmp_path):
     """Its name; what its file holds may change."""
     mine(SCORE + "\n\ndef other(row, text, tokens):\n    return 0\n")
     train_here("--reward=mine:score", "--steps=1", f"--out_dir={tmp_path}/out")
-    with pytest.raises(SystemExit, match="reward was 'mine:score' .* now it is 'mine:other'"):
+    with ends("reward was 'mine:score' .* now it is 'mine:other'"):
         train_here("--reward=mine:other", "--steps=2", "--resume=True",
                    f"--out_dir={tmp_path}/out")
-    train_here("--reward=mine:score", "--steps=2", "--resume=True", f"--out_dir={tmp_path}/out")
+    train_here("--reward=mine:score", "--steps=2",
+               "--resume=True", f"--out_dir={tmp_path}/out")
 
 
 # a function that is asked for a whole batch
@@ -398,7 +422,8 @@ def test_a_reward_for_a_whole_batch(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "at_once.py").write_text(BATCH)
     rule = Own("at_once:score")
-    batch = [Problem("x", f"q{i}", str(i), row=dict(answer=str(i)), rule=rule) for i in range(2)]
+    batch = [Problem("x", f"q{i}", str(i), row=dict(answer=str(i)), rule=rule)
+             for i in range(2)]
     texts, tokens = [["0", "abc"], ["x", "1"]], [[[1], [1, 2]], [[3], [4, 5, 6]]]
     rewards, parts = judge(batch, texts, "training", first=7, tokens=tokens)
     assert rewards == [[1, 3], [1, 1]] and parts == dict(right=[1, 0, 0, 1])

@@ -11,15 +11,13 @@ import json
 import os
 import random
 import re
-import subprocess
-import sys
 import unicodedata
 
 import pytest
 import tiktoken
 
 from data import tokenizer as tokenizer_py
-from data.tasks import opens_thought, prompt_encoder
+from data.tasks import opens_thought, prompt_encoder, stop_end
 from data.tokenizer import Tokenizer
 
 tokenizers = pytest.importorskip("tokenizers")
@@ -43,9 +41,21 @@ TALK = [{"role": "user", "content": "What is 17 + 4?"},
         {"role": "assistant", "content": "21, I'd say.\n"},
         {"role": "user", "content": "Sûr? \U0001F642"}]
 # SmolLM2's ids of the one message "Hi 42"; the system prompt in them is the template's own
-GOLDEN = [1, 9690, 198, 2683, 359, 253, 5356, 5646, 11173, 3365, 3511, 308, 34519, 28, 7018, 411,
-          407, 19712, 8182, 2, 198, 1, 4093, 198, 26843, 216, 36, 34, 2, 198, 1, 520, 9531, 198]
-KINDS = ("llama3", "gpt2", "digits", "qwen")
+GOLDEN = [1, 9690, 198, 2683, 359, 253, 5356, 5646, 11173, 3365, 3511, 308, 34519,
+          28, 7018, 411, 407, 19712, 8182, 2, 198, 1, 4093, 198, 26843, 216, 36, 34,
+          2, 198, 1, 520, 9531, 198]
+BY_TIKTOKEN = ("llama3", "gpt2", "digits", "qwen", "tekken")
+FALLBACK = ("llama2", "mistral")  # sentencepiece's: bytes are <0x0A>, a space is ▁
+BY_LIBRARY = (*FALLBACK, "deepseek")
+KINDS = BY_TIKTOKEN + BY_LIBRARY
+
+
+def refused(says):
+    return pytest.raises(ValueError, match=says)
+
+
+def ends(says):
+    return pytest.raises(SystemExit, match=says)
 
 
 def by_transformers(folder):
@@ -64,8 +74,14 @@ def pieces_of(kind):
         return byte(use_regex=True)
     if kind == "digits":
         return pre.Sequence([pre.Digits(individual_digits=True), byte(use_regex=True)])
-    pattern = {"llama3": LLAMA3, "qwen": QWEN}[kind]
-    return pre.Sequence([pre.Split(Regex(pattern), "isolated"), byte(use_regex=False)])
+    if kind in FALLBACK:
+        return pre.Metaspace()
+    patterns = {"deepseek": [r"[\r\n]", r"\s?[a-zA-Zà-ÿ]+", r"[一-龥ぁ-ん]+"],
+                "qwen": [QWEN]}
+    steps = [pre.Split(Regex(p), "isolated") for p in patterns.get(kind, [LLAMA3])]
+    if kind == "deepseek":
+        steps.append(pre.Digits(individual_digits=True))
+    return pre.Sequence([*steps, byte(use_regex=False)])
 
 
 def read(*path):
@@ -74,26 +90,43 @@ def read(*path):
 
 
 def train(folder, kind, size=900):
-    """Write a byte-level BPE of that kind, a config and a chat template into `folder`, as a
-    checkpoint would have them."""
-    from tokenizers import Tokenizer as T
+    """Write a BPE of that kind, a config and a chat template into `folder`, as a checkpoint would
+    have them."""
     from tokenizers import decoders, models, normalizers, pre_tokenizers, trainers
-    t = T(models.BPE(ignore_merges=kind == "llama3"))
+    fallback = kind in FALLBACK
+    t = tokenizers.Tokenizer(models.BPE(ignore_merges=kind in ("llama3", "tekken"),
+                                        byte_fallback=fallback, fuse_unk=fallback,
+                                        unk_token="<unk>" if fallback else None))
     t.pre_tokenizer, t.decoder = pieces_of(kind), decoders.ByteLevel()
     if kind == "qwen":
         t.normalizer = normalizers.NFC()
     # SmolLM2's vocabulary has its special tokens in front and lacks the bytes that were never
     # seen; the others have all bytes
-    front = kind in ("digits", "gpt2")
-    alphabet = [] if kind == "digits" else pre_tokenizers.ByteLevel.alphabet()
-    trainer = trainers.BpeTrainer(vocab_size=size, show_progress=False, initial_alphabet=alphabet,
-                                  special_tokens=SPECIALS[:3] if front else [])
+    front = SPECIALS[:3] if kind in ("digits", "gpt2", "tekken") else []
+    if fallback:
+        front = ["<unk>", *SPECIALS[:3], *(f"<0x{b:02X}>" for b in range(256))]
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    trainer = trainers.BpeTrainer(vocab_size=size, show_progress=False,
+                                  special_tokens=front, initial_alphabet=[]
+                                  if kind == "digits" or fallback else alphabet,
+                                  limit_alphabet=100 if fallback else 1000)
     here = [read(ROOT, "model.py"), read(ROOT, "data", "tokenizer.py")]
     t.train_from_iterator(here + strings(400, seed=5, controls=False), trainer)
     t.add_special_tokens(SPECIALS[:3])
     t.add_tokens([tokenizers.AddedToken("<think>", normalized=False)])
+    if fallback:
+        t.decoder = decoders.Sequence([decoders.Replace("▁", " "), decoders.ByteFallback(),
+                                       decoders.Fuse(), decoders.Strip(" ", 1, 0)])
+        t.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="first", split=False)
+    if kind == "llama2":
+        t.pre_tokenizer = None
+        t.normalizer = normalizers.Sequence([normalizers.Prepend("▁"),
+                                             normalizers.Replace(" ", "▁")])
+    content = json.loads(t.to_str())
+    content["added_tokens"] = [x for x in content["added_tokens"]
+                               if x["content"][:3] != "<0x"]
     os.makedirs(folder, exist_ok=True)
-    t.save(os.path.join(folder, "tokenizer.json"))
+    write(folder, "tokenizer.json", content)
     end, turn = t.token_to_id("<|endoftext|>"), t.token_to_id("<|im_end|>")
     write(folder, "config.json", {"model_type": "llama", "eos_token_id": end})
     write(folder, "generation_config.json", {"eos_token_id": [end, turn]})
@@ -170,7 +203,8 @@ def strings(n, seed=0, controls=True, specials=()):
 
     def string():
         parts = rng.randint(1, 12)
-        return "".join(rng.choice(makers)() + rng.choice(["", "", " ", "\n"]) for _ in range(parts))
+        return "".join(rng.choice(makers)() + rng.choice(["", "", " ", "\n"])
+                       for _ in range(parts))
 
     return [string() for _ in range(n)]
 
@@ -188,6 +222,8 @@ def differing(tok, hf, texts):
     for text, ids in zip(texts, hf(texts, add_special_tokens=False)["input_ids"]):
         ours = tok.encode(text, special=True)
         assert tok.decode(ours) == tok.decode(ids)
+        if tok.decoder or "\ufffd" not in hf.decode(ids):  # which breaks an added <é>
+            assert tok.decode(ids) == hf.decode(ids)
         if ours != ids:
             odd.append(text)
     return odd
@@ -208,15 +244,16 @@ def has_stacked_marks(tok, text):
 @pytest.mark.parametrize("kind", KINDS)
 def test_ids_equal_the_tokenizers_library(folders, kind):
     tok, hf = Tokenizer(folders[kind]), by_transformers(folders[kind])
-    texts = strings(3000, seed=1, specials=SPECIALS)
-    assert sum(any(s in t for s in SPECIALS) for t in texts) > 500
+    texts = strings(1000, seed=1, specials=SPECIALS)
+    assert sum(any(s in t for s in SPECIALS) for t in texts) > 150
     odd = differing(tok, hf, texts)
     print(f"{kind}: {len(odd)} of {len(texts)} strings differ")
     if kind == "digits":
-        assert all(has_absent_byte(tok, text) for text in odd) and len(odd) <= 30
+        assert all(has_absent_byte(tok, text) for text in odd) and len(odd) <= 10
     else:
         assert odd == []
     assert len(tok) == len(hf)
+    assert type(tok.engine).__name__ == ("Ranks" if kind in BY_TIKTOKEN else "Library")
 
 
 @needs_real
@@ -264,8 +301,73 @@ def test_negative_controls(folders, tmp_path, monkeypatch):
     assert end not in tok.encode(unicodedata.normalize("NFC", text), special=True)
     monkeypatch.setattr(tokenizer_py, "DIGITS_THEN_GPT2", tokenizer_py.GPT2)
     assert wrong(Tokenizer(folders["digits"]), "digits") > 25
-    swap = edited(folders["gpt2"], tmp_path, edit=lambda d: d["model"]["merges"].reverse())
+    swap = edited(folders["gpt2"], tmp_path,
+                  edit=lambda d: d["model"]["merges"].reverse())
     assert wrong(Tokenizer(swap), "gpt2") > 25
+
+
+@pytest.mark.parametrize("kind", FALLBACK)
+def test_negative_controls_of_the_library(folders, tmp_path, kind):
+    """What would be caught: a space in front of what follows an added token, where a kind has none,
+    an engine that knows the added tokens, merges that make one."""
+    text = "a <|im_end|>user says"
+    tok, hf = Tokenizer(folders[kind]), by_transformers(folders[kind])
+    want, end = hf.encode(text, add_special_tokens=False), tok.added["<|im_end|>"]
+    assert tok.encode(text, special=True) == want and end not in tok.encode(text)
+    tok.engine.later = tok.engine.first
+    assert (tok.encode(text, special=True) != want) == (kind == "mistral")
+    content = json.loads(read(folders[kind], "tokenizer.json"))
+    tok.engine.first = tokenizers.Tokenizer.from_str(json.dumps(content))
+    assert end in tok.encode(text)
+
+    def merging(d):
+        vocab, made = d["model"]["vocab"], "<"
+        for c in "|im_end|>":
+            d["model"]["merges"].insert(len(made) - 1, [made, c])
+            made += c
+            vocab |= {x: vocab.get(x, len(vocab)) for x in (c, made)}
+        d["added_tokens"][-1]["id"] = len(vocab)  # <think>
+
+    tok = Tokenizer(edited(folders[kind], tmp_path, edit=merging))
+    ids = tok.encode("<|im_end|>")
+    assert end not in ids and tok.decode(ids) == "<|im_end|>"
+    merged = json.loads(read(tmp_path, "tokenizer.json")) | {"added_tokens": []}
+    assert end in tokenizers.Tokenizer.from_str(json.dumps(merged)).encode("<|im_end|>").ids
+
+
+@pytest.mark.parametrize("kind", FALLBACK)
+def test_what_fallback_needs(folders, tmp_path, kind):
+    """A token for each byte, and a decoder; an added token marked `normalized` is found as it
+    stands, where the library would miss it."""
+    def rename(d):
+        d["model"]["vocab"]["<0x0G>"] = d["model"]["vocab"].pop("<0x0A>")
+
+    def flags(d):
+        for added in d["added_tokens"]:
+            added["normalized"] = True
+
+    tok = Tokenizer(edited(folders[kind], tmp_path / "a", edit=flags))
+    hf, text = by_transformers(folders[kind]), "a<|im_end|>b"
+    assert tok.encode(text, special=True) == hf.encode(text, add_special_tokens=False)
+    assert tok.bytes[tok.encode("\0")[-1]] == b"\0" and tok.decode(tok.encode("\0 é ")) == "\0 é "
+    if kind == "llama2":  # the control
+        theirs = by_transformers(str(tmp_path / "a"))
+        assert theirs.encode(text, add_special_tokens=False) != tok.encode(text, special=True)
+    for says, edit in (("<0x0A> is not", rename),
+                       ("decoder is missing", lambda d: d.pop("decoder"))):
+        with refused(f"tokenizer.json: .*{says}"):
+            Tokenizer(edited(folders[kind], tmp_path / "b", edit=edit))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_stop_strings(folders, kind):
+    """A response ends with the token that completes one, whatever tokens spell it."""
+    tok = Tokenizer(folders[kind])
+    ids = tok.encode("It is 42.\n\nQuestion: 3 + 4?\nAnswer: 7")
+    for stop in ("Question:", "\n\n", "42"):
+        end = stop_end(tok.decode, ids, [stop])
+        assert stop in tok.decode(ids[:end]) and stop not in tok.decode(ids[:end - 1])
+    assert stop_end(tok.decode, ids, ["Quest:"]) == 0
 
 
 def test_ids_need_not_follow_the_merge_order(folders, tmp_path):
@@ -296,12 +398,15 @@ def test_a_split_pattern_with_gaps_and_normalized_added_tokens(folders, tmp_path
 @pytest.mark.parametrize("kind", KINDS)
 def test_text_never_yields_an_added_id_by_default(folders, kind):
     tok = Tokenizer(folders[kind])
-    texts = [*SPECIALS, "<|endoftext|><|im_end|>", *strings(1000, seed=6, specials=SPECIALS)]
+    texts = [*SPECIALS, "<|endoftext|><|im_end|>",
+             *strings(1000, seed=6, specials=SPECIALS)]
     added = set(tok.added.values())
     assert not any(added & set(tok.encode(t)) for t in texts)
     assert all(tok.encode(t, special=True) == [i] for t, i in tok.added.items())
     if kind != "digits":  # whose vocabulary cannot spell everything
         whole = [unicodedata.normalize("NFC", t) if tok.nfc else t for t in texts]
+        if kind == "mistral":  # a text's own first space is the one that is put in front
+            whole = [t.removeprefix(" ") for t in whole]
         assert [tok.decode(tok.encode(t)) for t in texts] == whole
 
 
@@ -319,16 +424,17 @@ def test_no_input_panics(folders, kind):
     assert tok.encode(broken, special=True) == tok.encode(text, special=True)
 
 
-@pytest.mark.parametrize("kind", ("gpt2", "qwen"))
+@pytest.mark.parametrize("kind", ("qwen", *FALLBACK))
 def test_long_runs_equal_the_tokenizers_library(folders, kind):
     tok, hf = Tokenizer(folders[kind]), by_transformers(folders[kind])
-    for run in (" " * 1_010_000 + "x", "\t" * 1_010_000, "a" * 100_000, "?" * 100_000):
+    space = 1_010_000 if kind == "qwen" else 200_000
+    for run in (" " * space + "x", "\t" * space, "a" * 30_000, "?" * 30_000):
         assert tok.encode(run) == hf.encode(run, add_special_tokens=False), (run[:1], len(run))
 
 
 def test_tiktoken_does_panic_on_what_is_cut(folders, monkeypatch):
     monkeypatch.setattr(tokenizer_py, "LONGEST_SPACE", 10 ** 9)
-    with pytest.raises(ValueError, match="tiktoken cannot split this text of 1200001 characters"):
+    with refused("tiktoken cannot split this text of 1200001 characters"):
         Tokenizer(folders["gpt2"]).encode(" " * 1_200_000 + "x")
 
 
@@ -338,14 +444,15 @@ def test_decode(folders):
     ids = tok.encode("naïve 🙂<|im_end|>", special=True)
     for cut in range(len(ids) + 1):  # half a character decodes to U+FFFD, as in transformers
         assert tok.decode(ids[:cut]) == hf.decode(ids[:cut])
-    with pytest.raises(ValueError, match=f"no token has id {len(tok)}"):
+    with refused(f"no token has id {len(tok)}"):
         tok.decode([len(tok)])
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_chat(folders, kind, tmp_path):
     tok, hf = Tokenizer(folders[kind]), by_transformers(folders[kind])
-    innocent = [{"role": "system", "content": "s"}, {"role": "user", "content": "a<|im_end|b>"}]
+    innocent = [{"role": "system", "content": "s"},
+                {"role": "user", "content": "a<|im_end|b>"}]
     for talk in (TALK, TALK[:1], innocent):
         for prompt in (True, False):
             theirs = rendered(hf, talk, add_generation_prompt=prompt)
@@ -353,9 +460,9 @@ def test_chat(folders, kind, tmp_path):
     bos = tok.added["<|endoftext|>"]
     assert tok.has_chat and tok.chat(TALK).count(bos) == 1
     assert tok.chat(TALK) != tok.chat(TALK, add_generation_prompt=False)
-    with pytest.raises(ValueError, match="^.*tokenizer_config.json: chat template: no role judge"):
+    with refused("^.*tokenizer_config.json: chat template: no role judge"):
         tok.chat([{"role": "judge", "content": "?"}])
-    with pytest.raises(ValueError, match="chat template: .*content"):
+    with refused("chat template: .*content"):
         tok.chat([{"role": "user"}])
 
 
@@ -375,11 +482,11 @@ def test_chat_template_sources(folders, tmp_path):
     assert Tokenizer(path).decode(Tokenizer(path).chat(TALK)) == "from the file"
     bare = Tokenizer(with_template("b", None))
     assert not bare.has_chat
-    with pytest.raises(ValueError, match="no chat template"):
+    with refused("no chat template"):
         bare.chat(TALK)
-    with pytest.raises(ValueError, match="chat template: .*unsafe"):
+    with refused("chat template: .*unsafe"):
         Tokenizer(with_template("c", "{{ messages.append(1) }}")).chat([])
-    with pytest.raises(ValueError, match="chat template cannot be read"):
+    with refused("chat template cannot be read"):
         Tokenizer(with_template("d", "{% if %}"))
 
 
@@ -391,21 +498,23 @@ def test_stop_ids(folders, tmp_path):
     assert set(tok.stop_ids) == {tok.added["<|endoftext|>"], tok.added["<|im_end|>"]}
     assert isinstance(tok.stop_ids, tuple)
     only = Tokenizer(with_eos("generation_config", eos_token_id=7))
-    assert set(only.stop_ids) == {7, tok.added["<|endoftext|>"], tok.added["<|im_end|>"]}
-    with pytest.raises(ValueError, match="'<eos>' is not in tokenizer.json"):
+    assert set(only.stop_ids) == {7, tok.added["<|endoftext|>"],
+                                  tok.added["<|im_end|>"]}
+    with refused("'<eos>' is not in tokenizer.json"):
         Tokenizer(with_eos("tokenizer_config", eos_token="<eos>"))
-    for odd, shown in ((99999, "99999"), (True, "true"), ("7", "'7'"), (7.0, "7.0"), (-1, "-1"),
-                       ([7, None], "null"), ([[7]], "a list"), ({}, "an object")):
+    for odd, shown in ((99999, "99999"), (True, "true"), ("7", "'7'"), (7.0, "7.0"),
+                       (-1, "-1"), ([7, None], "null"), ([[7]], "a list"),
+                       ({}, "an object")):
         says = f"config.json: eos_token_id {re.escape(shown)} is not in tokenizer.json"
         for file in ("config", "generation_config"):
-            with pytest.raises(ValueError, match=says):
+            with refused(says):
                 Tokenizer(with_eos(file, eos_token_id=odd))
     for odd in (True, 7, [], {"content": None, "id": 7}):
         path = with_eos("tokenizer_config", eos_token=odd)
         if odd == {"content": None, "id": 7}:
             assert "eos_token" not in Tokenizer(path).named
             continue
-        with pytest.raises(ValueError, match="tokenizer_config.json: eos_token is .* must be text"):
+        with refused("tokenizer_config.json: eos_token is .* must be text"):
             Tokenizer(path)
 
 
@@ -489,10 +598,12 @@ INSPECTS = ("{% for m in messages %}<|im_start|>{% if m.content.startswith('/no'
 def test_innocent_messages_equal_transformers(folders, tmp_path):
     """Contents that spell no added token, though parts of some, also where the template looks into
     them."""
-    path = edited(folders["qwen"], tmp_path, "tokenizer_config.json", chat_template=INSPECTS)
+    path = edited(folders["qwen"], tmp_path, "tokenizer_config.json",
+                  chat_template=INSPECTS)
     tok, hf = Tokenizer(path), by_transformers(path)
-    contents = ["Hello", "  a < b |> c ", "<|im", ">x", "/no_think", "end|> and <|im_", "im_end",
-                "</thin> y", "a\u0338", "\U000F0000\U000F0001<", "", " \n", "I"]
+    contents = ["Hello", "  a < b |> c ", "<|im", ">x", "/no_think",
+                "end|> and <|im_", "im_end", "</thin> y",
+                "a\u0338", "\U000F0000\U000F0001<", "", " \n", "I"]
     for content in contents + strings(200, seed=8):
         talk = [dict(role="user", content=content)]
         assert tok.chat(talk) == rendered(hf, talk), content
@@ -534,7 +645,8 @@ def talks(rng, n, spelt=()):
     """Chats of three messages, thoughts among the assistant's; what users say holds some of `spelt`
     and what looks like a thought."""
     def say():
-        parts = [rng.choice(WORDS), rng.choice(SPECIALS[:3])[:-1], "</think>", " ", "\n", "é", "x"]
+        parts = [rng.choice(WORDS), rng.choice(SPECIALS[:3])[:-1], "</think>", " ",
+                 "\n", "é", "x"]
         return "".join(rng.choices([*parts, *spelt], k=6)) + "x"
 
     return [[dict(role="user", content=say()),
@@ -571,22 +683,24 @@ def test_texts_that_do_not_see_are_found(folders, tmp_path, monkeypatch):
     where a token is spelt too, this is refused."""
     tok = with_template(folders, tmp_path, looking(LOOKS["last"]))
     hf = by_transformers(str(tmp_path))
-    talk = [dict(role="user", content="a</think>b"), dict(role="user", content="<|im_end|>")]
+    talk = [dict(role="user", content="a</think>b"),
+            dict(role="user", content="<|im_end|>")]
     assert tok.decode(tok.chat(talk)) == hf.apply_chat_template(talk, tokenize=False)
     monkeypatch.setattr(tokenizer_py, "Said", str)
-    with pytest.raises(ValueError, match="a message spells a control token, and the chat templ"):
+    with refused("a message spells a control token, and the chat templ"):
         tok.chat(talk)
     assert tok.chat(talk[:1]) == rendered(hf, talk[:1])  # nothing that could become one
 
 
 def test_a_look_that_cannot_be_followed(folders, tmp_path):
-    tok = with_template(folders, tmp_path, looking("{{ c }}{{ 'loud' if c.isupper() else c }}"))
+    tok = with_template(folders, tmp_path,
+                        looking("{{ c }}{{ 'loud' if c.isupper() else c }}"))
     hf = by_transformers(str(tmp_path))
     for content in ("AB", "ab", "<|IM_END|>", "a<|im"):
         talk = [dict(role="user", content=content)]
         assert tok.chat(talk) == rendered(hf, talk)
     assert tok.chat([dict(role="user", content="<|im_end|>a")])  # not upper with masks either
-    with pytest.raises(ValueError, match="looks into it in a way by which it may become one"):
+    with refused("looks into it in a way by which it may become one"):
         tok.chat([dict(role="user", content="<|im_end|>"), dict(role="user", content="AB")])
 
 
@@ -638,7 +752,8 @@ THINKING = ("{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|i
 
 
 def test_template_arguments(folders, tmp_path):
-    path = edited(folders["qwen"], tmp_path, "tokenizer_config.json", chat_template=THINKING)
+    path = edited(folders["qwen"], tmp_path, "tokenizer_config.json",
+                  chat_template=THINKING)
     tok, hf = Tokenizer(path), by_transformers(path)
     ids = {}
     for arguments in ({}, {"enable_thinking": True}, {"enable_thinking": False}):
@@ -649,13 +764,13 @@ def test_template_arguments(folders, tmp_path):
     assert think == no_think != off and tok.decode(off).endswith("<think>\n\n</think>\n\n")
     assert prompt_encoder(tok, {"enable_thinking": False})("a") == tok.chat(
         [dict(role="user", content="a")], enable_thinking=False)
-    with pytest.raises(ValueError, match="takes no argument 'enable_thinkin' .*enable_thinking"):
+    with refused("takes no argument 'enable_thinkin' .*enable_thinking"):
         tok.chat(TALK, enable_thinkin=False)
-    with pytest.raises(ValueError, match="takes no argument 'messages'"):
+    with refused("takes no argument 'messages'"):
         tok.chat(TALK, messages=[])
     bare = Tokenizer(edited(folders["qwen"], tmp_path / "b", "tokenizer_config.json",
                             chat_template=None))
-    with pytest.raises(ValueError, match="'enable_thinking': this checkpoint has no chat template"):
+    with refused("'enable_thinking': this checkpoint has no chat template"):
         prompt_encoder(bare, {"enable_thinking": False})
 
 
@@ -665,7 +780,8 @@ def with_template(folders, path, template, kind="qwen"):
 
 def test_a_template_from_a_file(folders, tmp_path):
     """In place of the checkpoint's, or where it has none."""
-    bare = edited(folders["qwen"], tmp_path / "a", "tokenizer_config.json", chat_template=None)
+    bare = edited(folders["qwen"], tmp_path / "a",
+                  "tokenizer_config.json", chat_template=None)
     file = tmp_path / "own.jinja"
     file.write_text("<|im_start|>{{ messages[-1].content }}{{ eos_token }}")
     for path, has in ((bare, False), (folders["qwen"], True)):
@@ -673,10 +789,10 @@ def test_a_template_from_a_file(folders, tmp_path):
         tok = Tokenizer(path, template_file=str(file))
         assert tok.decode(prompt_encoder(tok)("Hi")) == "<|im_start|>Hi<|im_end|>"
     file.write_text("{% if %}")
-    with pytest.raises(ValueError, match=r"own\.jinja: chat template cannot be read"):
+    with refused(r"own\.jinja: chat template cannot be read"):
         Tokenizer(bare, template_file=str(file))
     file.write_text("{{ 1 / 0 }}")
-    with pytest.raises(ValueError, match=r"^[^ ]*own\.jinja: chat template: division"):
+    with refused(r"^[^ ]*own\.jinja: chat template: division"):
         Tokenizer(bare, template_file=str(file)).chat(TALK)
     with pytest.raises(FileNotFoundError, match="nobodys.jinja is missing"):
         Tokenizer(bare, template_file="nobodys.jinja")
@@ -695,7 +811,7 @@ def test_generation_blocks_change_nothing(folders, tmp_path):
     tok = with_template(folders, tmp_path, marked)
     assert tok.chat(TALK) == rendered(by_transformers(str(tmp_path)), TALK)
     assert "generation" not in tok.decode(tok.chat(TALK))
-    with pytest.raises(ValueError, match="cannot be read: .*endgeneration"):
+    with refused("cannot be read: .*endgeneration"):
         with_template(folders, tmp_path / "b", "{% generation %}a")
 
 
@@ -718,7 +834,7 @@ def test_the_end_of_a_turn_is_a_stop_token(folders, tmp_path):
 def test_a_prompt_does_not_depend_on_the_day(folders, tmp_path):
     tok = with_template(folders, tmp_path / "a", "{{ strftime_now('%d %b %Y %H') }}")
     assert tok.decode(tok.chat([])) == "26 Jul 2024 00"
-    with pytest.raises(ValueError, match="random"):
+    with refused("random"):
         with_template(folders, tmp_path / "b", "{{ [1, 2] | random }}")
 
 
@@ -737,7 +853,7 @@ LONG = "range(99999)"
 def test_a_template_is_bounded(folders, tmp_path, monkeypatch, template, says):
     monkeypatch.setattr("support.apart.SECONDS", 1)
     monkeypatch.setattr(tokenizer_py, "MOST_TEXT", 100_000)
-    with pytest.raises(ValueError, match=f"tokenizer_config.json: chat template.*{says}[^\n]*$"):
+    with refused(f"tokenizer_config.json: chat template.*{says}[^\n]*$"):
         tok = with_template(folders, tmp_path, template)
         tok.chat([dict(role="user", content="x" * 9999)])
 
@@ -749,14 +865,13 @@ def test_a_pattern_that_matches_nothing(pattern, folders, tmp_path, capfd):
     source = json.load(open(os.path.join(folders["qwen"], "tokenizer.json")))
     source["pre_tokenizer"]["pretokenizers"][0]["pattern"]["Regex"] = pattern
     path = edited(folders["qwen"], tmp_path, "tokenizer.json", **source)
-    with pytest.raises(ValueError, match="tiktoken cannot split this text of . chara[^\n]*$"):
+    with refused("tiktoken cannot split this text of . chara[^\n]*$"):
         Tokenizer(path).encode("foo bar")
     assert capfd.readouterr().err == ""
-    tok = Tokenizer(folders["qwen"])
-    tok.bpe = tiktoken.Encoding("x", pat_str="x*", special_tokens={}, mergeable_ranks={
+    bpe = tiktoken.Encoding("x", pat_str="x*", special_tokens={}, mergeable_ranks={
         bytes([b]): b for b in range(256)})
     with pytest.raises(BaseException, match="out of range"):
-        tok.bpe.encode_ordinary("foo bar")
+        bpe.encode_ordinary("foo bar")
     assert "panicked" in capfd.readouterr().err
 
 
@@ -766,13 +881,15 @@ def spec(vocab="abc", merges=(), added=(), **model):
     """tokenizer.json of GPT-2's kind. vocab: texts or {text: id}"""
     if not isinstance(vocab, dict):
         vocab = {text: i for i, text in enumerate(vocab)}
-    flags = dict(single_word=False, lstrip=False, rstrip=False, normalized=False, special=True)
-    model = dict(type="BPE", dropout=None, unk_token=None, continuing_subword_prefix=None,
-                 end_of_word_suffix=None, fuse_unk=False, byte_fallback=False,
-                 ignore_merges=False, vocab=vocab, merges=list(merges)) | model
+    flags = dict(single_word=False, lstrip=False, rstrip=False,
+                 normalized=False, special=True)
+    model = dict(type="BPE", dropout=None, unk_token=None,
+                 continuing_subword_prefix=None, end_of_word_suffix=None,
+                 fuse_unk=False, byte_fallback=False, ignore_merges=False,
+                 vocab=vocab, merges=list(merges)) | model
     return dict(version="1.0", truncation=None, padding=None, normalizer=None,
                 added_tokens=[flags | t for t in added],
-                pre_tokenizer=BYTES | {"use_regex": True, "trim_offsets": True},
+                pre_tokenizer=BYTES | {"use_regex": True},
                 post_processor=None, decoder=None, model=model)
 
 
@@ -785,16 +902,20 @@ def both(folder, content):
 
 
 def test_merges_that_the_vocabulary_cannot_reach(tmp_path):
-    vocab, merges = ["a", "b", "c", "bc", "ab", "abc"], [["b", "c"], ["a", "b"], ["ab", "c"]]
+    vocab, merges = ["a", "b", "c", "bc", "ab", "abc"], [["b", "c"], ["a", "b"],
+                                                         ["ab", "c"]]
     ours, theirs = both(tmp_path, spec(vocab, merges))
     assert ours.encode("abc") == theirs.encode("abc").ids == [0, 3]
     assert ours.decode([5]) == "abc" and len(ours) == 6
     ours, _ = both(tmp_path, spec(vocab, merges[1:] + merges[:1]))
     assert ours.encode("abc") == [5]  # in another order they do
-    whole, theirs = both(tmp_path, spec(vocab, merges[1:] + merges[:1], ignore_merges=True))
+    whole, theirs = both(tmp_path,
+                         spec(vocab, merges[1:] + merges[:1], ignore_merges=True))
     assert whole.encode("abcab") == theirs.encode("abcab").ids == [5, 4]
-    with pytest.raises(ValueError, match="no merge makes token 'abc', and ignore_merges"):
-        both(tmp_path, spec(vocab, merges, ignore_merges=True))
+    whole, theirs = both(tmp_path, spec(vocab, merges, ignore_merges=True))
+    # tiktoken would make the token of "ab" and "c" in any piece
+    assert whole.encode("abc abcab") == theirs.encode("abc abcab").ids == [5, 0, 3, 4]
+    assert type(whole.engine).__name__ == "Library"
 
 
 def random_spec(rng):
@@ -817,23 +938,20 @@ def random_spec(rng):
 
 
 def test_random_merges_equal_the_tokenizers_library(tmp_path):
-    counts = dict(equal=0, refused=0, out_of_reach=0)
-    for seed in range(300):
+    counts = dict(Ranks=0, Library=0, out_of_reach=0)
+    for seed in range(250):
         rng = random.Random(seed)
         chars, content = random_spec(rng)
-        try:
-            ours, theirs = both(tmp_path, content)
-        except ValueError as e:
-            assert "no merge makes" in str(e) and content["model"]["ignore_merges"]
-            counts["refused"] += 1
-            continue
-        texts = ["".join(t) for n in range(1, 6) for t in itertools.product(chars, repeat=n)]
-        texts += ["".join(rng.choices(chars, k=rng.randint(9, 600))) for _ in range(5)]
+        ours, theirs = both(tmp_path, content)
+        texts = ["".join(t) for n in range(1, 5)
+                 for t in itertools.product(chars, repeat=n)]
+        texts += ["".join(rng.choices(chars, k=rng.randint(9, 600))) for _ in range(3)]
         for text in texts:
             assert ours.encode(text) == theirs.encode(text).ids, (seed, text)
-        counts["equal"] += 1
-        counts["out_of_reach"] += any(len(ours.encode(t)) > 1 for t in content["model"]["vocab"])
-    assert counts["equal"] > 200 and counts["out_of_reach"] > 80 and counts["refused"] < 120
+        counts[type(ours.engine).__name__] += 1
+        counts["out_of_reach"] += any(len(ours.encode(t)) > 1
+                                      for t in content["model"]["vocab"])
+    assert counts["Ranks"] > 70 and counts["Library"] > 70 and counts["out_of_reach"] > 60
 
 
 def test_older_files_name_no_model_type(tmp_path):
@@ -855,7 +973,8 @@ def test_ids_without_a_token(tmp_path):
 def test_decode_without_special_tokens(tmp_path):
     """By id: what only looks like a token stays, and so do the marks of a thought."""
     texts = ["<s>", "</s>", "<｜end▁of▁sentence｜>", "<think>", "</think>", "<tool>"]
-    added = [dict(id=4 + i, content=t, special=t != "<tool>") for i, t in enumerate(texts)]
+    added = [dict(id=4 + i, content=t, special=t != "<tool>") for i,
+             t in enumerate(texts)]
     content = spec([*"ab<>"], added=added)
     both(tmp_path, content)
     write(tmp_path, "generation_config.json", {"eos_token_id": [5, 1]})
@@ -879,7 +998,7 @@ def test_bos_of_a_base_model(tmp_path, nested):
     post = dict(type="TemplateProcessing", single=[front, text], pair=[front, text],
                 special_tokens=name("<s>", 258) | name("</s>", 259))
     if nested:
-        post = dict(type="Sequence", processors=[BYTES | {"trim_offsets": True}, post])
+        post = dict(type="Sequence", processors=[BYTES, post])
     content["post_processor"] = post
     ours, theirs = both(tmp_path, content)
     assert ours.bos_ids == (258,)
@@ -891,11 +1010,11 @@ def test_bos_of_a_base_model(tmp_path, nested):
         assert ours.bos_ids == () and theirs.encode("ans").ids[-1] == 259
         post["special_tokens"] = name("<s>", 999)
         post["single"] = [front, text]
-        with pytest.raises(ValueError, match="post_processor puts id 999 in front"):
+        with refused("post_processor puts id 999 in front"):
             both(tmp_path, content)
-    content["post_processor"] = dict(type="BertProcessing", sep=["</s>", 259], cls=["<s>", 258])
-    with pytest.raises(ValueError, match="post_processor 'BertProcessing' is not supported"):
-        both(tmp_path, content)
+    content["post_processor"] = dict(type="BertProcessing", sep=["</s>", 259],
+                                     cls=["<s>", 258])
+    assert both(tmp_path, content)[0].bos_ids == (258,)
 
 
 # Qwen3 and Llama 3.2: templates that do what theirs do, and theirs where the folder of real weights
@@ -975,10 +1094,12 @@ def family(request, tmp_path):
     special = {text: not text.startswith(("<th", "</th", "<tool")) for text in ids}
     content = spec([*tokenizer_py.BYTE_OF], (), [
         dict(id=i, content=text, special=special[text]) for text, i in ids.items()])
-    cut = dict(type="Split", pattern={"Regex": pattern}, behavior="Isolated", invert=False)
+    cut = dict(type="Split", pattern={"Regex": pattern}, behavior="Isolated",
+               invert=False)
     content["pre_tokenizer"] = dict(type="Sequence", pretokenizers=[
-        cut, BYTES | {"trim_offsets": True}])
-    config = dict(tokenizer_class="PreTrainedTokenizerFast", eos_token=end, chat_template=template)
+        cut, BYTES])
+    config = dict(tokenizer_class="PreTrainedTokenizerFast",
+                  eos_token=end, chat_template=template)
     if bos:
         first, text = dict(id=bos, type_id=0), dict(id="A", type_id=0)
         content["post_processor"] = dict(
@@ -1001,11 +1122,12 @@ def test_families_equal_transformers(family):
     """Ids of every sample that the template has arguments for; Llama's with a fixed day."""
     name, folder = family
     tok, hf = Tokenizer(folder), by_transformers(folder)
-    assert {"qwen3": "enable_thinking", "llama-3.2": "date_string"}[name] in tok.template.variables
+    assert {"qwen3": "enable_thinking",
+            "llama-3.2": "date_string"}[name] in tok.template.variables
     seen = []
     for what, (talk, arguments) in SAMPLES.items():
         if arguments.keys() - {"add_generation_prompt"} - tok.template.variables:
-            with pytest.raises(ValueError, match="the chat template takes no argument"):
+            with refused("the chat template takes no argument"):
                 tok.chat(talk, **arguments)
             continue
         if name == "llama-3.2":
@@ -1049,7 +1171,8 @@ def test_the_day_of_a_prompt_is_fixed(family):
     assert "\nToday Date: 01 Jan 2025\n\n" in tok.decode(
         prompt_encoder(tok, dict(date_string="01 Jan 2025"))("a"))
     # the control: transformers writes the day on which it is asked
-    assert rendered(hf, [dict(role="user", content="a")], add_generation_prompt=True) != ids
+    assert rendered(hf, [dict(role="user", content="a")],
+                    add_generation_prompt=True) != ids
 
 
 @families("qwen3")
@@ -1060,7 +1183,8 @@ def test_what_qwen3_begins_with(family):
     tok = Tokenizer(folder)
     thought = [tok.added["<think>"], tok.added["</think>"]]
     on, off = (prompt_encoder(tok, dict(enable_thinking=b)) for b in (True, False))
-    assert not set(thought) & set(on("a")) and [i for i in off("a") if i in thought] == thought
+    assert not set(thought) & set(on("a")) and [i for i in off("a")
+                                                if i in thought] == thought
     assert off("a")[:len(on("a"))] == on("a")
     assert not opens_thought(tok, on) and not opens_thought(tok, off)
     said = [TALK[0], dict(role="assistant", content="<think>\n17 + 5\n</think>\n\n21"), TALK[0]]
@@ -1081,7 +1205,8 @@ def vocabulary(**entries):
         vocab = d["model"]["vocab"]
         gone = max(vocab, key=vocab.get)
         del vocab[gone]
-        d["model"]["merges"] = [m for m in d["model"]["merges"] if gone not in (*m, m[0] + m[1])]
+        d["model"]["merges"] = [m for m in d["model"]["merges"]
+                                if gone not in (*m, m[0] + m[1])]
         d["model"]["vocab"] |= entries
     return edit
 
@@ -1095,30 +1220,27 @@ def split(pattern, behavior="Isolated", invert=False, use_regex=False):
     return pre(type="Sequence", pretokenizers=[step, BYTES | {"use_regex": use_regex}])
 
 
-BYTES = {"type": "ByteLevel", "add_prefix_space": False, "use_regex": False}
-LOWERCASE = {"type": "Sequence", "normalizers": [{"type": "NFC"}, {"type": "Lowercase"}]}
+BYTES = {"type": "ByteLevel", "add_prefix_space": False,
+         "use_regex": False, "trim_offsets": True}
+LOWERCASE = {"type": "Sequence",
+             "normalizers": [{"type": "NFC"}, {"type": "Lowercase"}]}
 REFUSED = {  # what the error says: the change that earns it
-    "Unigram": lambda d: d["model"].update(type="Unigram"),
-    "byte_fallback": lambda d: d["model"].update(byte_fallback=True),
+    "model type 'Unigram' is not": lambda d: d["model"].update(type="Unigram"),
+    "byte_fallback=true is not": lambda d: d["model"].update(byte_fallback=True),
     "end_of_word_suffix": lambda d: d["model"].update(end_of_word_suffix="</w>"),
     "dropout": lambda d: d["model"].update(dropout=0.1),
-    "'▁the' is not byte-level": vocabulary(**{"▁the": 899}),
-    "no merge makes token 'qz'": vocabulary(qz=899),
     "the vocabulary lacks token 'zz": lambda d: d["model"]["merges"].append(["zzz", "zzz"]),
-    "Metaspace": pre(type="Metaspace", replacement="▁"),
+    "byte_fallback=false is not supported for a pre_tokenizer without":
+        pre(type="Metaspace", replacement="▁"),
     "Whitespace": pre(type="Whitespace"),
-    "\"use_regex\": true": split({"Regex": "a"}, use_regex=True),
     "Removed": split({"Regex": "a"}, "Removed", invert=True),
-    "\"String\"": split({"String": "a"}),
-    "add_prefix_space": pre(**BYTES | {"add_prefix_space": True, "use_regex": True}),
-    "pre_tokenizer null": lambda d: d.update(pre_tokenizer=None),
-    "Lowercase": lambda d: d.update(normalizer=LOWERCASE),
+    "pre_tokenizer without ByteLevel": lambda d: d.update(pre_tokenizer=None),
     "merges is missing or null": lambda d: d["model"].pop("merges"),
     "merges must be a list, got an object": lambda d: d["model"].update(merges={}),
     "merge 0 is a list, must be two tokens": lambda d: d["model"]["merges"].insert(0, ["a"]),
     "merge 0 is 'a b c', must be two": lambda d: d["model"]["merges"].insert(0, "a b c"),
     "merge 0 is 7": lambda d: d["model"]["merges"].insert(0, 7),
-    "type": lambda d: d["model"].update(type=None),
+    "model type null": lambda d: d["model"].update(type=None),
     "model must be an object, got a list": lambda d: d.update(model=[]),
     "model is missing or null": lambda d: d.pop("model"),
     "ignore_merges must be true or false, got 'no'":
@@ -1142,11 +1264,34 @@ REFUSED = {  # what the error says: the change that earns it
     "added_tokens holds 7": lambda d: d["added_tokens"].append(7),
     "normalizer must be an object, got 7": lambda d: d.update(normalizer=7),
     "'type' is missing": lambda d: d.update(normalizer={"normalizers": []}),
-    "the tokens are too long": vocabulary(**{"q" * 20_000: 899}),
     "lstrip": lambda d: d["added_tokens"][0].update(lstrip=True),
     "single_word": lambda d: d["added_tokens"][0].update(single_word=True),
     "Unknown group flag": split({"Regex": "(?Z)("}),
+    "cannot read it": lambda d: d.update(normalizer={"type": "Nobodys"}),
 }
+READ = {  # what the tokenizers library reads: is it still of a kind that tiktoken runs?
+    "a token beyond the alphabet": (vocabulary(**{"▁the": 899}), False),
+    "a token that no merge makes": (vocabulary(qz=899), False),
+    "a long token": (vocabulary(**{"q" * 20_000: 899}), True),
+    "use_regex": (split({"Regex": "a"}, use_regex=True), False),
+    "a text to split at": (split({"String": "a"}), False),
+    "merged with the next": (split({"Regex": "[ae]"}, "MergedWithNext", invert=True), False),
+    "a space in front": (pre(**BYTES | {"add_prefix_space": True, "use_regex": True}), False),
+    "Lowercase": (lambda d: d.update(normalizer=LOWERCASE), False),
+    "NFKC": (lambda d: d.update(normalizer={"type": "NFKC"}), False),
+}
+
+
+@pytest.mark.parametrize("what", READ)
+def test_reads_what_the_library_reads(folders, tmp_path, what):
+    edit, by_tiktoken = READ[what]
+    path = edited(folders["llama3"], tmp_path, edit=edit)
+    tok, hf = Tokenizer(path), by_transformers(path)
+    assert (type(tok.engine).__name__ == "Ranks") == by_tiktoken
+    texts = ["I said qz", "qqq" * 9999, *strings(300, seed=9, specials=SPECIALS)]
+    assert differing(tok, hf, texts) == []
+    added = {*tok.added.values()}
+    assert not any(added & {*tok.encode(text)} for text in [*texts, "<|IM_END|>"])
 
 
 @pytest.mark.parametrize("says", REFUSED)
@@ -1160,7 +1305,7 @@ def test_refuses_unknown_bytes_with_an_unk_token(folders, tmp_path):
     def edit(d):
         d["model"].update(unk_token="<|endoftext|>")
 
-    with pytest.raises(ValueError, match="unk_token"):
+    with refused("unk_token"):
         Tokenizer(edited(folders["digits"], tmp_path, edit=edit))
 
 
@@ -1168,15 +1313,15 @@ def test_missing_and_broken_files(folders, tmp_path):
     path = edited(folders["gpt2"], tmp_path)
     with open(os.path.join(path, "tokenizer.json"), "w") as f:
         f.write("{")
-    with pytest.raises(ValueError, match="tokenizer.json is not valid JSON"):
+    with refused("tokenizer.json is not valid JSON"):
         Tokenizer(path)
     os.remove(os.path.join(path, "tokenizer.json"))
     with pytest.raises(FileNotFoundError, match="no tokenizer.json"):
         Tokenizer(path)
 
 
-JUNK = [None, True, -1, 1.5, 10 ** 12, float("nan"), "x", "", [], {}, [None], {"a": None}, [[]],
-        "\ud800", ["x", "y"], {"type": "Sequence"}, {"content": 5}]
+JUNK = [None, True, -1, 1.5, 10 ** 12, float("nan"), "x", "", [], {}, [None],
+        {"a": None}, [[]], "\ud800", ["x", "y"], {"type": "Sequence"}, {"content": 5}]
 
 
 def places(value, path=()):
@@ -1202,8 +1347,10 @@ def replaced(value, path, junk):
 def junk_files():
     post = dict(type="TemplateProcessing", single=[{"SpecialToken": {"id": "<e>", "type_id": 0}},
                                                    {"Sequence": {"id": "A", "type_id": 0}}],
+                pair=[{"Sequence": {"id": "A", "type_id": 0}}],
                 special_tokens={"<e>": {"id": "<e>", "ids": [3], "tokens": ["<e>"]}})
-    split_step = dict(type="Split", pattern={"Regex": "c"}, behavior="Isolated", invert=False)
+    split_step = dict(type="Split", pattern={"Regex": "c"}, behavior="Isolated",
+                      invert=False)
     content = spec(["a", "b", "ab"], [["a", "b"]], [dict(id=3, content="<e>")])
     content |= dict(post_processor=post, normalizer={"type": "Sequence", "normalizers": [
         {"type": "NFC"}]}, pre_tokenizer={"type": "Sequence", "pretokenizers": [split_step, BYTES]})
@@ -1247,28 +1394,27 @@ def test_files_that_are_none(tmp_path):
     for content in (b"[" * 100_000, b'{"model": ' * 100_000, b"\xff\xfe{\0}\0", b"null",
                     b"[]", b"7", b'{"model": ' + b"9" * 5000 + b"}"):
         file.write_bytes(content)
-        with pytest.raises(ValueError, match="tokenizer.json"):
+        with refused("tokenizer.json"):
             Tokenizer(str(tmp_path))
     with open(file, "wb") as f:
         f.truncate(2 ** 31)  # takes no room on disk
-    with pytest.raises(ValueError, match="tokenizer.json has 2,147,483,648 bytes"):
+    with refused("tokenizer.json has 2,147,483,648 bytes"):
         Tokenizer(str(tmp_path))
     for make in (os.mkdir, os.mkfifo):
         os.rename(file, tmp_path / f"before-{make.__name__}")
         make(file)
-        with pytest.raises(FileNotFoundError, match="tokenizer.json .* is no regular file"):
+        with pytest.raises(FileNotFoundError,
+                           match="tokenizer.json .* is no regular file"):
             Tokenizer(str(tmp_path))
 
 
-def test_command_line(folders):
-    command = [sys.executable, "-m", "data.tokenizer", folders["qwen"], "the key", "<|im_end|>"]
-    out = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
-    assert out.returncode == 0, out.stderr
-    assert "tokens -> 'the key <|im_end|>'" in out.stdout
-    assert "'<|im_end|>'" in out.stdout.splitlines()[0]
+def test_command_line(folders, capsys):
+    tokenizer_py.main(folders["qwen"], "the key", "<|im_end|>")
+    out = capsys.readouterr().out
+    assert "tokens -> 'the key <|im_end|>'" in out and "'<|im_end|>'" in out.splitlines()[0]
 
 
 def test_command_line_refuses_in_one_line(folders, tmp_path):
     path = edited(folders["qwen"], tmp_path, edit=lambda d: d["model"].pop("vocab"))
-    with pytest.raises(SystemExit, match="error: .*tokenizer.json: vocab is missing"):
+    with ends("error: .*tokenizer.json: vocab is missing"):
         tokenizer_py.main(path)
