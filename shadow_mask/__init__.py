@@ -46,7 +46,7 @@ def import_here(name, scope=None, names=None, wanted=(), level=0):
     """What `import name` and `from name import wanted` mean in a file of the project."""
     top = name.partition(".")[0]
     if level or top not in NAMES:
-        return builtins.__import__(name, scope, names, wanted, level)
+        return builtins.__import__(name, scope, names, wanted, level=level)
     found = builtins.__import__(f"{__name__}.{name}", scope, names, wanted)
     return found if wanted else getattr(found, top)
 

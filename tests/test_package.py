@@ -49,11 +49,8 @@ with tempfile.TemporaryDirectory() as folder:
 """
 
 
-def test_import_from_another_folder(interpreters, request):
+def test_import_from_another_folder(beside):
     """A rollout is replayed. Control: a name that is not known for the project's is theirs."""
-    process = interpreters[request.path]
-    printed, _ = process.communicate()
-    assert process.returncode == 0
-    assert printed.splitlines() == [
+    assert beside.splitlines() == [
         "control: theirs", "kernels: True", "dense False", "shadow True", "pickled: True",
         "theirs: True True", "loaded: ['train'] []"]
