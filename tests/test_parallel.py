@@ -643,8 +643,8 @@ def test_a_reward_that_fails_on_one_rank(tmp_path):
     """It ends the run with that as its first error, after rank 0 has saved what was learned."""
     (tmp_path / "mine.py").write_text(REWARD)
     began, said = time.time(), tmp_path / "said"
-    code = Forked(said, launch, str(tmp_path), run_as_ranks, "--reward=mine:score",
-                  "--save_every=100", "--eval_every=100", "--out_dir=out").wait()
+    ask = ("--reward=mine:score", "--save_every=100", "--eval_every=100", "--out_dir=out")
+    code = Forked(said, launch, str(tmp_path), run_as_ranks, *ask).wait()
     assert code == 1 and time.time() - began < 60
     text = said.read_text()
     errors = [line for line in text.splitlines() if "rror" in line]
