@@ -7,7 +7,8 @@ import signal
 import subprocess
 import sys
 import time
-from contextlib import redirect_stdout, suppress
+import traceback
+from contextlib import redirect_stdout
 from functools import partial
 from itertools import chain
 from multiprocessing import forkserver
@@ -428,28 +429,36 @@ class Team:
             item.config.hook.pytest_runtest_protocol(item=item, nextitem=following)
             if following is None or following.path != item.path:
                 self.report()
-            if self.session.shouldfail:
-                raise self.session.Failed(self.session.shouldfail)
-            if self.session.shouldstop:
-                raise self.session.Interrupted(self.session.shouldstop)
+            self.stop_if_asked()
             item = following
+
+    def stop_if_asked(self):
+        if self.session.shouldfail:
+            raise self.session.Failed(self.session.shouldfail)
+        if self.session.shouldstop:
+            raise self.session.Interrupted(self.session.shouldstop)
 
     def work(self, path):
         """What a forked process does: it writes lines of JSON in place of the terminal's."""
         code = 1
-        with suppress(KeyboardInterrupt), open(path, "wb", buffering=0) as reports:
+        try:
+            reports = open(path, "wb", buffering=0)
             capture = self.config.pluginmanager.getplugin("capturemanager")
             capture.stop_global_capturing()  # its file is the other process's too
             capture.start_global_capturing()
             capture.suspend_global_capture()
             terminal = self.config.pluginmanager.getplugin("terminalreporter")
             terminal._tw._file = open(os.devnull, "w")
+            self.config.option.maxfail = 0  # the other process counts
             self.config.pluginmanager.register(Reports(self.config, reports))
             self.run(self.take())
             code = 0
-        for process in multiprocessing.active_children():
-            process.kill()
-        os._exit(code)
+        except BaseException:  # nothing may go on from here as if it were the other process
+            traceback.print_exc()
+        finally:
+            for process in multiprocessing.active_children():
+                process.kill()
+            os._exit(code)
 
     def report(self):
         """Hand on what the others have reported."""
@@ -472,6 +481,7 @@ class Team:
             for pid in [*self.workers]:
                 ended, status = os.waitpid(pid, os.WNOHANG)
                 self.report()
+                self.stop_if_asked()
                 if ended:
                     self.workers.pop(pid)[0].close()
                     assert status == 0, f"a process that ran tests ended with {status}"

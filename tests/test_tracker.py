@@ -3,6 +3,7 @@ needed: modules that stand for them write down what they are told."""
 import json
 import os
 import shutil
+import signal
 import sys
 from types import ModuleType, SimpleNamespace
 
@@ -215,11 +216,12 @@ def test_a_tracker_that_fails_ends_nothing(tensorboard, wandb, finished, tmp_pat
     (SystemExit(3), "SystemExit: 3"), (KeyboardInterrupt(), "KeyboardInterrupt"),
     (type("Odd", (Exception,), dict(__str__=None))(), "Odd: its text cannot be made"),
     (ValueError("a\x1b[2J"), "ValueError: a\\x1b[2J")])
-def test_whatever_a_tracker_raises_ends_nothing(e, said, wandb, capsys):
+def test_whatever_a_tracker_raises_ends_nothing(e, said, wandb, capsys, ctrl_c):
     def fails(**options):
         raise e
 
     wandb.init = fails
+    signal.signal(signal.SIGINT, lambda *args: None)  # as a Run: no Ctrl-C raises anything
     run = SimpleNamespace(c=SimpleNamespace(tracker="wandb", out_dir="out"), folder="out",
                           memory={})
     train.Tracker(run, already=[dict(step=0)]).log(dict(step=0, reward=1.0))
