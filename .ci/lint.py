@@ -8,30 +8,35 @@ What the project's style asks for and ruff cannot say.
   functions that take any number of arguments are aside.
 - No "text" * condition, and no function that returns tuples of varying length.
 - Functions of more than 60 lines stand in LONG with a reason.
+- Code is at most CODE columns wide, lines with comments and docstrings at most PROSE.
 - The README has at most 2,500 words.
 """
 import ast
+import io
 import sys
+import tokenize
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 
 # who is right of whom: a room imports from these and from itself, nothing else of the project
+METHOD = "objectives grpo rollout kvcache shadow_attn data model fast support"
 RIGHT_OF = {"fast": "", "support": "", "model": "fast support", "shadow_attn": "fast",
-            "kvcache": "fast",
-            "rollout": "kvcache shadow_attn fast support", "grpo": "shadow_attn fast",
-            "data": "model fast support", "objectives": "grpo shadow_attn fast",
-            "run": "objectives grpo rollout kvcache shadow_attn data model fast support",
-            "train": "run objectives grpo rollout kvcache shadow_attn data model fast support"}
+            "kvcache": "fast", "rollout": "kvcache shadow_attn fast support",
+            "grpo": "shadow_attn fast", "data": "model fast support",
+            "objectives": "grpo shadow_attn fast",
+            "run": METHOD, "train": f"run {METHOD}"}
 ROOMS = {*RIGHT_OF, "experiments"}
 PROGRAMS = {"data/pretrain.py"}  # nothing imports them, they may import anything
 
 # take a shape, or any number of arguments, and are defined elsewhere
-VARIADIC = set("""apply checkpoint dict einsum empty expand join max min new_empty new_ones
-    new_zeros ones permute print product rand randn repeat reshape save_for_backward view zeros
-    zip""".split())
+VARIADIC = set("""apply checkpoint dict einsum empty expand join max min new_empty
+    new_ones new_zeros ones permute print product rand randn repeat reshape
+    save_for_backward view zeros zip""".split())
 
 LONG = {}  # file: {function: why it is better whole}
+CODE, PROSE = 88, 100  # columns; prose are lines of comments and docstrings
+WIDE = []
 
 
 def name_of(function):
@@ -42,7 +47,8 @@ def name_of(function):
 
 
 def functions(tree):
-    return [n for n in ast.walk(tree) if isinstance(n, (ast.FunctionDef, ast.AsyncFunctionDef))]
+    kinds = ast.FunctionDef, ast.AsyncFunctionDef
+    return [node for node in ast.walk(tree) if isinstance(node, kinds)]
 
 
 def own(function):
@@ -78,11 +84,13 @@ def check_calls(tree, variadic):
                if any(name_of(d).endswith("jit") for d in f.decorator_list)]
     inside = {id(node) for kernel in kernels for node in ast.walk(kernel)}
     for node in ast.walk(tree):
-        if not isinstance(node, ast.Call) or id(node) in inside or name_of(node) in variadic:
+        if not isinstance(node, ast.Call) or id(node) in inside:
             continue
+        name = name_of(node)
+        launch = isinstance(node.func, ast.Subscript)  # kernel[grid](...)
         plain = [a for a in node.args if not isinstance(a, ast.Starred)]
-        if len(plain) > 4 and not isinstance(node.func, ast.Subscript):  # kernel[grid](...)
-            yield node.lineno, f"{len(plain)} positional arguments in a call of {name_of(node)}"
+        if len(plain) > 4 and name not in variadic and not launch:
+            yield node.lineno, f"{len(plain)} positional arguments in a call of {name}"
 
 
 def check_products(tree):
@@ -115,20 +123,45 @@ def check_functions(path, tree):
                   if isinstance(n, ast.Return) and isinstance(n.value, ast.Tuple)]
         starred = [[x.value for x in t if isinstance(x, ast.Starred)] for t in tuples]
         lengths = {len(t) for t, stars in zip(tuples, starred) if not stars}
-        if len(lengths) > 1 or any(isinstance(x, ast.IfExp) for stars in starred for x in stars):
+        choices = [x for stars in starred for x in stars if isinstance(x, ast.IfExp)]
+        if len(lengths) > 1 or choices:
             yield f.lineno, f"{f.name} returns tuples of varying length"
+
+
+def check_width(path, tree):
+    """Code, without a comment behind it, and whole lines."""
+    if path.relative_to(ROOT).as_posix().startswith(tuple(WIDE)):
+        return
+    text = path.read_text(encoding="utf-8")
+    docs = [n for n in ast.walk(tree) if isinstance(n, ast.Expr) and is_text(n.value)]
+    prose = {row for n in docs for row in range(n.lineno, n.end_lineno + 1)}
+    lines = [line.rstrip() for line in text.splitlines()]
+    code = [*lines]
+    for token in tokenize.generate_tokens(io.StringIO(text).readline):
+        if token.type == tokenize.COMMENT:
+            row, column = token.start
+            code[row - 1] = code[row - 1][:column].rstrip()
+    for row, (line, part) in enumerate(zip(lines, code), 1):
+        if row not in prose and len(part) > CODE:
+            yield row, f"{len(part)} columns of code, at most {CODE}"
+        if len(line) > PROSE:
+            yield row, f"{len(line)} columns, at most {PROSE}"
 
 
 def main():
     paths = [p for p in sorted(ROOT.rglob("*.py"))
              if not p.relative_to(ROOT).parts[0].startswith((".venv", "out"))]
     trees = {p: ast.parse(p.read_text(encoding="utf-8")) for p in paths}
-    variadic = VARIADIC | {f.name for t in trees.values() for f in functions(t) if f.args.vararg}
+    variadic = set(VARIADIC)
+    for tree in trees.values():
+        variadic |= {f.name for f in functions(tree) if f.args.vararg}
     found = []
     for path, tree in trees.items():
         findings = [*check_imports(path, tree), *check_calls(tree, variadic),
-                    *check_products(tree), *check_functions(path, tree)]
-        found += [f"{path.relative_to(ROOT)}:{line}: {text}" for line, text in sorted(findings)]
+                    *check_products(tree), *check_functions(path, tree),
+                    *check_width(path, tree)]
+        where = path.relative_to(ROOT)
+        found += [f"{where}:{line}: {text}" for line, text in sorted(findings)]
     words = len((ROOT / "README.md").read_text(encoding="utf-8").split())
     if words > 2500:
         found.append(f"README.md: {words} words, at most 2,500")

@@ -42,7 +42,7 @@ class Apart:
             self.made = self.made if self.owner else self.make(*self.given)
             self.owner = os.getpid()
             return json.loads(answer(self.made, name, args))
-        if self.owner != os.getpid():  # at first, and after a fork: nobody shares a child
+        if self.owner != os.getpid():  # at first, and after a fork
             self.start()
         reply = b""
         with suppress(ConnectionError):
@@ -52,10 +52,10 @@ class Apart:
             self.owner = None
             self.end.detach()
             how = os.waitstatus_to_exitcode(os.waitpid(self.pid, 0)[1])
-            why = f"takes more than {SECONDS} s of computing"
+            limit = f"{SECONDS} s of computing"
             if how != -signal.SIGPROF:
-                why = f"takes more than {MEMORY / 2**30:.0f} GB of memory, or broke ({how})"
-            raise Exceeds(f"{self.what} {why}")
+                limit = f"{MEMORY / 2**30:.0f} GB of memory, or broke ({how})"
+            raise Exceeds(f"{self.what} takes more than {limit}")
         if reply[:1] == b"!":
             raise ValueError(reply[1:].decode())
         return json.loads(reply[1:])
@@ -64,7 +64,7 @@ class Apart:
         self.socket, theirs = socket.socketpair()
         self.owner = os.getpid()
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore", DeprecationWarning)  # threads of torch, which wait
+            warnings.simplefilter("ignore", DeprecationWarning)  # torch's threads wait
             self.pid = os.fork()
         if not self.pid:
             self.socket.close()
@@ -122,8 +122,9 @@ def serve(connection, parent, make, given):
             if made is None:
                 made = make(*given)
             reply = b"=" + answer(made, name, args).encode()
-        except Exception as e:  # whatever a program from outside leads to
-            reply = b"!" + (" ".join(str(e).split()) or type(e).__name__).encode("utf-8", "replace")
+        except Exception as error:  # whatever a program from outside leads to
+            text = " ".join(str(error).split()) or type(error).__name__
+            reply = b"!" + text.encode("utf-8", "replace")
         signal.setitimer(signal.ITIMER_PROF, 0)
         send(connection, reply)
 

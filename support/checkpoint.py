@@ -26,8 +26,8 @@ import torch
 
 # where
 
-HELD = {}  # folder that a run holds (run.py) -> its descriptor, open until this process ends
-UNFINISHED = ".smd-tmp"  # behind the name of what is being written; nobody's own file ends so
+HELD = {}  # folder that a run holds -> its descriptor, open until this process ends
+UNFINISHED = ".smd-tmp"  # ends the name of what is being written, and no other's
 NO_LINK = getattr(os, "O_NOFOLLOW", 0)
 # nor is a FIFO waited for, nor a line break changed
 WRITE = NO_LINK | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_BINARY", 0)
@@ -73,24 +73,28 @@ def naming_links(path):
     """What the system says of a link that it was not to follow becomes OSError, which names it."""
     try:
         yield
-    except OSError as e:
-        if e.errno not in (errno.ELOOP, errno.ENOTDIR):
+    except OSError as error:
+        if error.errno not in (errno.ELOOP, errno.ENOTDIR):
             raise
-        raise OSError(f"{path} is a link, or leads through one, and nothing is written there"
-                      ) from None
+        text = f"{path} is a link, or leads through one, and nothing is written there"
+        raise OSError(text) from None
 
 
 def open_to_append(path):
     """A file that grows, in binary, which may also be read and cut; it is made if it is not there.
     Raises OSError, which names it, for a link, a pipe and a file that has another name too, of
     which whoever gave it that one may know."""
+    flags = os.O_RDWR | os.O_APPEND | os.O_CREAT | WRITE
     with folder_of(path) as (at, name), naming_links(path):
-        fd = os.open(name, os.O_RDWR | os.O_APPEND | os.O_CREAT | WRITE, 0o666, dir_fd=at)
-    about = os.fstat(fd)
-    if not stat.S_ISREG(about.st_mode) or about.st_nlink > 1:
+        fd = os.open(name, flags, 0o666, dir_fd=at)
+    about, wrong = os.fstat(fd), None
+    if not stat.S_ISREG(about.st_mode):
+        wrong = "is no regular file"
+    elif about.st_nlink > 1:
+        wrong = "has another name too"
+    if wrong:
         os.close(fd)
-        what = "has another name too" if stat.S_ISREG(about.st_mode) else "is no regular file"
-        raise OSError(f"{path} {what}, and is not written to")
+        raise OSError(f"{path} {wrong}, and is not written to")
     return open(fd, "a+b")
 
 
@@ -140,7 +144,8 @@ def write_whole(path, write, previous=None):
         with suppress(OSError):
             remove(tmp)
         reason = " ".join((getattr(e, "strerror", None) or str(e)).split())
-        raise OSError(f"could not write {path}: {reason}; what was there is untouched") from None
+        text = f"could not write {path}: {reason}; what was there is untouched"
+        raise OSError(text) from None
 
 
 def keep_as(path, previous):
@@ -148,7 +153,9 @@ def keep_as(path, previous):
     tmp = previous + UNFINISHED
     remove(tmp)
     with folder_of(path) as (at, name), folder_of(previous) as (other, kept):
-        where = {} if at is None else dict(src_dir_fd=at, dst_dir_fd=other, follow_symlinks=False)
+        where = {}
+        if at is not None:
+            where = dict(src_dir_fd=at, dst_dir_fd=other, follow_symlinks=False)
         try:
             os.link(name, kept + UNFINISHED, **where)
         except OSError:  # a file system without hard links
@@ -167,19 +174,21 @@ def write_text(path, text):
     write_bytes(path, text.encode())
 
 
-KINDS = {torch.float64: "F64", torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}
+KINDS = {torch.float64: "F64", torch.float32: "F32", torch.bfloat16: "BF16",
+         torch.float16: "F16"}
 
 
 def write_tensors(path, tensors):
     """{name: tensor of KINDS} as a safetensors file, as that library writes it; here, because it
     takes a path, where only a file is known to be the one that was made. Raises OSError."""
-    names = sorted(tensors, key=lambda name: ([*KINDS].index(tensors[name].dtype), name))
+    kinds = [*KINDS]
+    names = sorted(tensors, key=lambda name: (kinds.index(tensors[name].dtype), name))
     header, end = {"__metadata__": {"format": "pt"}}, 0
     for name in names:
-        t = tensors[name]
-        header[name] = dict(dtype=KINDS[t.dtype], shape=[*t.shape],
-                            data_offsets=[end, end + t.nbytes])
-        end += t.nbytes
+        x = tensors[name]
+        header[name] = dict(dtype=KINDS[x.dtype], shape=[*x.shape],
+                            data_offsets=[end, end + x.nbytes])
+        end += x.nbytes
     head = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
     head += b" " * (-len(head) % 8)
 
@@ -230,7 +239,8 @@ def check_whole(path):
         for start in range(0, size, 2**24):
             crc = zlib.crc32(f.read(min(2**24, size - start)), crc)
         if f.read() != TRAILER % crc:
-            raise ValueError(f"{path} is damaged: its checksum is not that of its bytes")
+            text = "its checksum is not that of its bytes"
+            raise ValueError(f"{path} is damaged: {text}")
 
 
 def read_checkpoint(path):
@@ -238,9 +248,9 @@ def read_checkpoint(path):
     check_whole(path)
     try:
         return torch.load(path, map_location="cpu", weights_only=True)
-    except Exception as e:  # whole, but not written here: whatever its first wrong byte leads to
-        reason = " ".join(str(e).split())[:200]
-        raise ValueError(f"{path} is damaged: {type(e).__name__}: {reason}") from None
+    except Exception as error:  # whole, but not written here
+        reason = f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
+        raise ValueError(f"{path} is damaged: {reason}") from None
 
 
 def fingerprint(*paths):

@@ -32,22 +32,25 @@ NUMBER = re.compile(r"[+-]?((\d+\.?\d*|\.\d+)([eE][+-]?\d+)?|inf|nan)", re.ASCII
 FLAGS = ("True", "true", "False", "false")
 # other trainers' names (TRL, verl, OpenRLHF, transformers) for settings of train.py
 ELSEWHERE = dict(
-    learning_rate="lr", output_dir="out_dir", save_dir="out_dir", num_generations="group",
-    n_samples_per_prompt="group", rollout_n="group", num_train_epochs="steps", max_steps="steps",
-    total_training_steps="steps", epochs="steps", train_batch_size="prompts",
-    batch_size="prompts", per_device_train_batch_size="prompts", rollout_batch_size="prompts",
+    learning_rate="lr", output_dir="out_dir", save_dir="out_dir",
+    num_generations="group", n_samples_per_prompt="group", rollout_n="group",
+    num_train_epochs="steps", max_steps="steps", total_training_steps="steps",
+    epochs="steps", train_batch_size="prompts", batch_size="prompts",
+    per_device_train_batch_size="prompts", rollout_batch_size="prompts",
     max_completion_length="max_new_tokens", max_response_length="max_new_tokens",
     max_tokens="max_new_tokens", generate_max_len="max_new_tokens",
     max_prompt_length="prompt_tokens", prompt_max_len="prompt_tokens", epsilon="clip",
     epsilon_high="clip_high", clip_ratio="clip", eps_clip="clip", kl_coef="ref_kl",
-    init_kl_coef="ref_kl", num_iterations="updates", ppo_epochs="updates", lora_r="lora_rank",
-    lora_target_modules="lora_targets", gradient_checkpointing="checkpointing",
-    max_grad_norm="grad_clip", max_norm="grad_clip", warmup_steps="warmup",
-    lr_scheduler_type="lr_schedule", model_name_or_path="model", pretrain="model",
-    dataset_name="task", dataset="task", reward_funcs="reward", random_seed="seed",
-    torch_dtype="dtype", loss_type="norm", eval_steps="eval_every", save_steps="save_every",
-    report_to="tracker", stop_words="stop", adam_beta2="beta2", adapter="model")
+    init_kl_coef="ref_kl", num_iterations="updates", ppo_epochs="updates",
+    lora_r="lora_rank", lora_target_modules="lora_targets",
+    gradient_checkpointing="checkpointing", max_grad_norm="grad_clip",
+    max_norm="grad_clip", warmup_steps="warmup", lr_scheduler_type="lr_schedule",
+    model_name_or_path="model", pretrain="model", dataset_name="task", dataset="task",
+    reward_funcs="reward", random_seed="seed", torch_dtype="dtype", loss_type="norm",
+    eval_steps="eval_every", save_steps="save_every", report_to="tracker",
+    stop_words="stop", adam_beta2="beta2", adapter="model")
 CONTROL = re.compile(r"[\0-\x1f\x7f-\x9f]")
+SCOPES = ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef
 
 
 def configure(defaults, argv, choices=None, refused=None):
@@ -63,7 +66,8 @@ def configure(defaults, argv, choices=None, refused=None):
         else:
             found = read_file(arg, defaults)
         for key, value in found.items():
-            config[key] = check(key, value, where, defaults, choices=choices, refused=refused)
+            config[key] = check(
+                key, value, where, defaults, choices=choices, refused=refused)
     return config
 
 
@@ -115,8 +119,8 @@ def check(key, value, where, defaults, choices=None, refused=None):
     if want is str and value.startswith("~"):
         value = os.path.expanduser(value)  # a shell does it only where a word begins
     if choices and key in choices and value not in choices[key]:
-        raise ValueError(f"{where}: {key} must be one of {', '.join(choices[key])}, got "
-                         f"{shown(value)}")
+        known = ", ".join(choices[key])
+        raise ValueError(f"{where}: {key} must be one of {known}, got {shown(value)}")
     return value
 
 
@@ -162,10 +166,11 @@ def read_file(path, defaults):
     it does wrong is its fault: the error says which file."""
     where = printable(path)
     if not os.path.isfile(path):
-        what = "no such config file (settings are written --key=value, --help lists them)"
         if os.path.exists(path):
-            what = "a config file must be a file, not a folder, a device or a pipe"
-        raise ValueError(f"{where}: {what}")
+            raise ValueError(f"{where}: a config file must be a file, not a folder, a "
+                             "device or a pipe")
+        raise ValueError(f"{where}: no such config file (settings are written "
+                         "--key=value, --help lists them)")
     scope = {"__file__": os.path.abspath(path)}
     line = ""
     try:
@@ -173,7 +178,7 @@ def read_file(path, defaults):
             source = f.read(LARGEST + 1)
         if len(source) > LARGEST:
             raise ValueError(f"larger than {LARGEST:,} bytes")
-        tree = ast.parse(source, path)  # of bytes: a byte-order mark and CRLF are harmless
+        tree = ast.parse(source, path)  # of bytes: a byte-order mark is harmless
         exec(compile(tree, path, "exec"), scope)
     except failures() as e:
         if isinstance(e, SyntaxError) and e.lineno:
@@ -184,7 +189,8 @@ def read_file(path, defaults):
         key, at = node.target.id, f"{where}, line {node.lineno}"
         if key not in defaults:
             raise ValueError(unknown(key, at, defaults))
-        raise ValueError(f"{at}: what stands behind {key}: sets nothing; write {key} = value")
+        raise ValueError(f"{at}: what stands behind {key}: sets nothing; "
+                         f"write {key} = value")
     return {key: value for key, value in scope.items()
             if not key.startswith("_") and not isinstance(value, ModuleType)}
 
@@ -196,7 +202,7 @@ def bare_annotations(node):
         if isinstance(child, ast.AnnAssign):
             if child.value is None and isinstance(child.target, ast.Name):
                 yield child
-        elif not isinstance(child, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)):
+        elif not isinstance(child, SCOPES):
             yield from bare_annotations(child)
 
 

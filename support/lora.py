@@ -42,8 +42,8 @@ def check_lora(c, defaults):
     """Raises ValueError for settings of LoRA without LoRA, and for targets that are none."""
     for key in ("lora_alpha", "lora_targets"):
         if not c.lora_rank and getattr(c, key) != defaults[key]:
-            raise ValueError(f"{key} {shown(getattr(c, key))} is of LoRA, which lora_rank=0 leaves "
-                             f"out: give a lora_rank, or no {key}")
+            raise ValueError(f"{key} {shown(getattr(c, key))} is of LoRA, which "
+                             f"lora_rank=0 leaves out: give a lora_rank, or no {key}")
     targets_of(c)
 
 
@@ -54,8 +54,9 @@ def targets_of(c):
         if name not in TARGETS:
             known = [*TARGETS, *TOGETHER]
             near = difflib.get_close_matches(name[:100], known, n=1, cutoff=0.0)[0]
-            raise ValueError(f"lora_targets: unknown matrix {shown(name)}; the nearest is {near!r} "
-                             f"({', '.join(TOGETHER)}, or names joined by commas)")
+            raise ValueError(
+                f"lora_targets: unknown matrix {shown(name)}; the nearest is {near!r} "
+                f"({', '.join(TOGETHER)}, or names joined by commas)")
     return [name for name in TARGETS if name in asked]
 
 
@@ -103,7 +104,8 @@ class Adapter:
     @torch.no_grad()
     def merge(self):
         """W = W0 + s B A, rounded once."""
-        self.w.copy_(torch.addmm(self.w0.to(self.A.dtype), self.B, self.A, alpha=self.scale))
+        w0 = self.w0.to(self.A.dtype)
+        self.w.copy_(torch.addmm(w0, self.B, self.A, alpha=self.scale))  # (out, in)
 
 
 class LoRA(Masters):
@@ -117,17 +119,21 @@ class LoRA(Masters):
         base = base or frozen_base(model, c)
         self.params = list(model.parameters())
         before, rng = base.tensors(), torch.Generator().manual_seed(c.seed)
-        self.adapters, found = {}, {}  # found: parameter -> [(slice of its rows, Adapter)]
+        self.adapters = {}
+        found = {}  # parameter -> [(slice of its rows, Adapter)]
         for name, (p, rows) in targeted(model, c).items():
             w = p.detach()[rows]
             if c.lora_rank > min(w.shape):
-                raise ValueError(f"lora_rank {c.lora_rank} is more than {name} of {len(w)} x "
-                                 f"{w.shape[1]} can have: at most {min(w.shape)}")
-            adapter = Adapter(w, before[name], c.lora_alpha / c.lora_rank, rank=c.lora_rank,
-                              rng=rng)
+                raise ValueError(
+                    f"lora_rank {c.lora_rank} is more than {name} of {len(w)} x "
+                    f"{w.shape[1]} can have: at most {min(w.shape)}")
+            scale = c.lora_alpha / c.lora_rank
+            adapter = Adapter(w, before[name], scale, rank=c.lora_rank, rng=rng)
             self.adapters[name] = adapter
             found.setdefault(p, []).append((rows, adapter))
-        self.masters = [x for adapter in self.adapters.values() for x in (adapter.A, adapter.B)]
+        self.masters = []
+        for adapter in self.adapters.values():
+            self.masters += adapter.A, adapter.B
         self.trained = sum(x.numel() for x in self.masters)
         if value is not None:
             self.params += value.parameters()
@@ -159,7 +165,9 @@ class LoRA(Masters):
             tensors[name + "lora_B.weight"] = adapter.B.detach()
         write_tensors(os.path.join(path, "adapter_model.safetensors"), tensors)
         config = dict(
-            peft_type="LORA", task_type="CAUSAL_LM", base_model_name_or_path=self.c.model,
-            r=self.c.lora_rank, lora_alpha=self.c.lora_alpha, target_modules=targets_of(self.c),
-            lora_dropout=0.0, bias="none", fan_in_fan_out=False, inference_mode=True)
-        write_text(os.path.join(path, "adapter_config.json"), json.dumps(config, indent=2))
+            peft_type="LORA", task_type="CAUSAL_LM", r=self.c.lora_rank,
+            base_model_name_or_path=self.c.model, lora_alpha=self.c.lora_alpha,
+            target_modules=targets_of(self.c), lora_dropout=0.0, bias="none",
+            fan_in_fan_out=False, inference_mode=True)
+        text = json.dumps(config, indent=2)
+        write_text(os.path.join(path, "adapter_config.json"), text)

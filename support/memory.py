@@ -66,9 +66,11 @@ def saving_if_memory_runs_out(run, opt, phases, savings):
     except (MemoryError, RuntimeError) as e:
         if not ran_out(e):
             raise
-        names = [frame.f_code.co_name for frame, _ in traceback.walk_tb(e.__traceback__)]
+        frames = traceback.walk_tb(e.__traceback__)
+        names = [frame.f_code.co_name for frame, _ in frames]
         phase = next((phases[name] for name in names if name in phases), None)
-        line = f"out of memory in step {run.step}, {gigabytes(held(run.config.device))} GB held"
+        now = gigabytes(held(run.config.device))
+        line = f"out of memory in step {run.step}, {now} GB held"
         release(e)
     if phase:
         line += f", in {phase}{advice(run, savings(run.config, phase))}"
@@ -85,8 +87,8 @@ def advice(run, found):
     """What may be set differently, where a run goes on and where it begins again."""
     text = ""
     for how, resumes in (("--resume=True and ", True), ("a new run with ", False)):
-        said = [f"--{key}={value} (now {getattr(run.config, key)})" for key, value in found.items()
-                if (key in run.may_change) == resumes]
+        said = [f"--{key}={value} (now {getattr(run.config, key)})"
+                for key, value in found.items() if (key in run.may_change) == resumes]
         if said:
             text += f"; lower: {how}{' or '.join(said)}"
     return text + "; --dry_run=True measures what each saves"
@@ -184,13 +186,14 @@ def compare(phases, c, device, trials, first):
     the phases that they change)}."""
     start = measure_all(phases, first, device)
     if not start[highest(start)].fits:
-        raise ValueError(f"out of memory in {highest(start)} with a single prompt and a few new "
-                         f"tokens, {gigabytes(held(device))} GB held: lower prompt_tokens or "
-                         "group, or take a smaller model")
+        raise ValueError(
+            f"out of memory in {highest(start)} with a single prompt and a few new "
+            f"tokens, {gigabytes(held(device))} GB held: lower prompt_tokens or group, "
+            "or take a smaller model")
     release()
     about = "" if device.startswith("cuda") else ", about: of the whole process"
-    tell(f"dry run: GB held at the peak of each phase{about}; weights and optimizer alone: "
-         f"{gigabytes(held(device))}")
+    tell(f"dry run: GB held at the peak of each phase{about}; weights and optimizer "
+         f"alone: {gigabytes(held(device))}")
     costs = measure_all(phases, c, device)
     tell(f"{'':24s}{'peak GB':>14s}{'':12s}{'seconds':>10s}")
     for name, cost in costs.items():
@@ -203,7 +206,8 @@ def compare(phases, c, device, trials, first):
         return costs
     tell(f"with one setting changed that may lower {worst}:")
     for name, (other, reached) in trials(worst).items():
-        known = {phase: cost for phase, cost in costs.items() if phase not in reached and cost.fits}
+        known = {phase: cost for phase, cost in costs.items()
+                 if phase not in reached and cost.fits}
         tell_row(name, measure_all(phases, other, device, known), before)
     return costs
 

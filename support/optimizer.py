@@ -14,8 +14,8 @@ from support.parallel import sum_gradients
 
 
 def adamw(params, c):
-    return torch.optim.AdamW(params, lr=c.lr, betas=(0.9, c.beta2), weight_decay=c.weight_decay,
-                             fused=True)
+    return torch.optim.AdamW(
+        params, lr=c.lr, betas=(0.9, c.beta2), weight_decay=c.weight_decay, fused=True)
 
 
 class Masters:
@@ -41,7 +41,8 @@ class Masters:
 
     def copies(self):
         """(parameter, master) where they are two tensors"""
-        return [(p, m) for p, m in zip(self.params, self.masters) if p is not m]
+        pairs = zip(self.params, self.masters)
+        return [(p, master) for p, master in pairs if p is not master]
 
     @staticmethod
     def collect(master, p):
@@ -81,18 +82,19 @@ class Masters:
 
     def state(self):
         """What a checkpoint keeps. Raises FloatingPointError if a weight is not finite."""
-        if not all(m.isfinite().all() for m in self.masters):
-            raise FloatingPointError("weights are no longer finite: they are not saved; lower lr?")
-        return dict(masters=[m.detach() for m in self.masters],
+        if not all(master.isfinite().all() for master in self.masters):
+            raise FloatingPointError(
+                "weights are no longer finite: they are not saved; lower lr?")
+        return dict(masters=[master.detach() for master in self.masters],
                     optimizer=self.optimizer.state_dict())
 
     @torch.no_grad()
     def load(self, state, name="ckpt.pt"):
         """Raises ValueError, naming the file, for anything but the state of such a model."""
         saved = state.get("masters")
-        if not isinstance(saved, list) or not all(isinstance(x, torch.Tensor) for x in saved):
+        if not isinstance(saved, list) or not all(map(torch.is_tensor, saved)):
             raise ValueError(f"{name}: learner holds no list of tensors named masters")
-        if [m.shape for m in self.masters] != [x.shape for x in saved]:
+        if [master.shape for master in self.masters] != [x.shape for x in saved]:
             raise ValueError(f"{name}: its weights have other shapes than the model")
         if not all(x.is_floating_point() and x.isfinite().all() for x in saved):
             raise ValueError(f"{name}: its weights are not finite numbers")
@@ -109,6 +111,7 @@ class Masters:
 
     def has_moments(self, master):
         """Has AdamW what it needs of a weight, or, before its first gradient, nothing?"""
-        shapes = {name: x.shape for name, x in self.optimizer.state.get(master, {}).items()}
+        state = self.optimizer.state.get(master, {})
+        shapes = {name: x.shape for name, x in state.items()}
         want = dict(step=(), exp_avg=master.shape, exp_avg_sq=master.shape)
         return shapes in ({}, want)

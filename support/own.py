@@ -13,7 +13,8 @@ from support.jsonfile import reason, shown
 from support.run import failures, settings_kept
 
 OWN = re.compile(r"([^\W\d]\w*(?:\.[^\W\d]\w*)*):([^\W\d]\w*)")  # module:name
-LIBRARIES = tuple(sysconfig.get_paths()[key] + os.sep for key in ("stdlib", "purelib", "platlib"))
+LIBRARIES = tuple(sysconfig.get_path(key) + os.sep
+                  for key in ("stdlib", "purelib", "platlib"))
 
 
 def is_own(name):
@@ -27,7 +28,8 @@ def find_own(name, what):
     loaded = load(module, what)
     file = getattr(loaded, "__file__", None) or module
     if getattr(loaded, attribute, None) is None:
-        raise ValueError(f"{what} {shown(name)}: {file} must define {attribute!r}, there is none")
+        raise ValueError(
+            f"{what} {shown(name)}: {file} must define {attribute!r}, there is none")
     return getattr(loaded, attribute), file
 
 
@@ -41,15 +43,19 @@ def load(module, what):
         with settings_kept():
             found = importlib.import_module(module)
     except failures() as e:  # whatever it does wrong is its fault
-        line = f", line {e.lineno}" if isinstance(e, SyntaxError) else f" ({place(e)})"
-        if isinstance(e, ModuleNotFoundError):
+        line = f" ({place(e)})"
+        if isinstance(e, SyntaxError):
+            line = f", line {e.lineno}"
+        elif isinstance(e, ModuleNotFoundError):
             line = ""
-        raise ValueError(f"{what}: cannot import {module} from {here} or the path: {reason(e)}"
-                         f"{line}") from None
+        raise ValueError(f"{what}: cannot import {module} from {here} or the path: "
+                         f"{reason(e)}{line}") from None
     want = os.path.join(here, *module.split(".")) + ".py"
     got = getattr(found, "__file__", None) or "built in"
-    if os.path.exists(want) and not (os.path.exists(got) and os.path.samefile(want, got)):
-        raise ValueError(f"{what}: {module} is {got}, which hides {want}: choose another name")
+    same = os.path.exists(got) and os.path.exists(want) and os.path.samefile(want, got)
+    if os.path.exists(want) and not same:
+        raise ValueError(
+            f"{what}: {module} is {got}, which hides {want}: choose another name")
     return found
 
 

@@ -32,9 +32,9 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
-PATIENCE = timedelta(days=1)  # how long one rank may be waited for; one that fails is noticed
+PATIENCE = timedelta(days=1)  # for a rank that is late; one that fails is noticed
 FAILED = "failed"             # in the store: how many ranks have failed
-GRACE = 2                     # seconds in which the launcher sees whose failure came first
+GRACE = 2                     # seconds: the launcher sees whose failure came first
 
 
 def size():
@@ -92,7 +92,7 @@ class Apart(pickle.Pickler):
         super().__init__(file)
         self.tensors = []
 
-    def reducer_override(self, x):  # persistent_id would be called for every number, too
+    def reducer_override(self, x):  # persistent_id is called for each number, too
         if not isinstance(x, torch.Tensor):
             return NotImplemented
         self.tensors.append(x.detach())
@@ -120,10 +120,13 @@ def gather_tensors(tensors, kinds):
     """A list of tensors for each rank. kinds: for each rank, of each of its tensors: is it on a
     card, its dtype, its shape. All travel as one row of bytes, of which they then are parts, by
     NCCL if any is on a card."""
-    sizes = [[-(-shape.numel() * dtype.itemsize // 8) * 8 for _, dtype, shape in several]
-             for several in kinds]  # multiples of 8, for any dtype may begin there
-    cuda = any(on_card for several in kinds for on_card, _, _ in several)
-    mine = torch.zeros(max(map(sum, sizes)), dtype=torch.uint8, device="cuda" if cuda else "cpu")
+    sizes = [  # multiples of 8: any dtype may begin there
+        [-(-shape.numel() * dtype.itemsize // 8) * 8 for _, dtype, shape in several]
+        for several in kinds]
+    device = "cpu"
+    if any(on_card for several in kinds for on_card, _, _ in several):
+        device = "cuda"
+    mine = torch.zeros(max(map(sum, sizes)), dtype=torch.uint8, device=device)
     for place, x in zip(mine[:sum(sizes[rank()])].split(sizes[rank()]), tensors):
         place[:x.nbytes] = x.contiguous().view(-1).view(torch.uint8)
     rows = [torch.empty_like(mine) for _ in kinds]
@@ -133,7 +136,8 @@ def gather_tensors(tensors, kinds):
     found = []
     for row, several, of_each in zip(rows, kinds, sizes):
         found.append([])
-        for place, (on_card, dtype, shape) in zip(row[:sum(of_each)].split(of_each), several):
+        places = row[:sum(of_each)].split(of_each)
+        for place, (on_card, dtype, shape) in zip(places, several):
             x = place[:shape.numel() * dtype.itemsize].view(dtype).view(shape)
             found[-1].append(x if on_card else x.cpu())
     return found
@@ -199,8 +203,9 @@ def check_equal(tensors, what):
     found = gather(torch.stack(bits).tolist())
     apart = [r for r, x in enumerate(found) if x != found[0]]
     if apart:
-        raise ValueError(f"{what} of rank {apart[0]} are not those of rank 0: nothing more is "
-                         "saved; do all ranks read the same files, on cards of one kind?")
+        raise ValueError(
+            f"{what} of rank {apart[0]} are not those of rank 0: nothing more is saved;"
+            " do all ranks read the same files, on cards of one kind?")
 
 
 @contextmanager
@@ -212,12 +217,12 @@ def among_ranks():
     except RuntimeError as e:
         if isinstance(e, torch.OutOfMemoryError):
             raise
-        signal.signal(signal.SIGTERM, signal.SIG_IGN)  # the launcher's, to whoever is left
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)  # the launcher's
         time.sleep(GRACE)
         if STORE.check([FAILED]):
             os._exit(1)
-        raise ConnectionError(f"another rank has ended without a word, killed perhaps ({e!s:.200})"
-                              ) from None
+        raise ConnectionError("another rank has ended without a word, killed perhaps "
+                              f"({e!s:.200})") from None
 
 
 # beginning and end
@@ -262,7 +267,8 @@ def start():
     backend = "gloo"
     if torch.cuda.is_available():
         backend = "cpu:gloo,cuda:nccl"  # by where a tensor lies
-    dist.init_process_group(backend, store=STORE, rank=number, world_size=n, timeout=PATIENCE)
+    dist.init_process_group(
+        backend, store=STORE, rank=number, world_size=n, timeout=PATIENCE)
     WATCH = threading.Thread(target=watch, args=(STORE.clone(),), daemon=True)
     WATCH.start()
 
@@ -278,8 +284,8 @@ def end_with_launcher():
     try:
         socket.create_connection((host, port), timeout=30).close()
     except OSError as e:
-        raise SystemExit(f"error: torchrun does not answer at {host}:{port} ({e}): it was killed "
-                         "perhaps") from None
+        raise SystemExit(f"error: torchrun does not answer at {host}:{port} ({e}): it "
+                         "was killed perhaps") from None
 
 
 def watch(store):

@@ -27,7 +27,8 @@ class TensorBoard:
         folder = run.path("tensorboard")
         os.makedirs(folder, exist_ok=True)
         there, before = set(os.listdir(folder)), read_list(folder)[1]
-        self.writer = SummaryWriter(folder, purge_step=run.step if run.resumed else None)
+        purge = run.step if run.resumed else None
+        self.writer = SummaryWriter(folder, purge_step=purge)
         made = sorted(set(os.listdir(folder)) - there)
         run.write_list(folder, step=None, reward=None, files=[*before, *made, LIST])
 
@@ -47,8 +48,9 @@ class WandB:
     def __init__(self, run):
         import wandb
         self.run = wandb.init(
-            id=run.memory.get("wandb"), resume="allow", dir=run.folder, name=run.config.out_dir,
-            config=vars(run.config), allow_val_change=True, settings=wandb.Settings(console="off"))
+            id=run.memory.get("wandb"), resume="allow", dir=run.folder,
+            name=run.config.out_dir, config=vars(run.config), allow_val_change=True,
+            settings=wandb.Settings(console="off"))
         run.memory["wandb"] = self.run.id
         self.run.define_metric("step")
         self.run.define_metric("*", step_metric="step")
@@ -59,7 +61,8 @@ class WandB:
             self.run.log(dict(numbers, step=step), step=count)
 
 
-TRACKERS = {"tensorboard": TensorBoard, "wandb": WandB}  # by the package that each needs
+# by the package that each needs
+TRACKERS = {"tensorboard": TensorBoard, "wandb": WandB}
 
 
 def check_tracker(name):
@@ -70,8 +73,9 @@ def check_tracker(name):
         with settings_kept():
             importlib.import_module(name)
     except failures() as e:  # whatever a broken installation raises
-        raise ValueError(f"tracker={name} needs the package {name} (pip install {name}); "
-                         f"--tracker=none does without: {reason(e)}") from None
+        raise ValueError(
+            f"tracker={name} needs the package {name} (pip install {name}); "
+            f"--tracker=none does without: {reason(e)}") from None
 
 
 class Tracker:
@@ -99,5 +103,5 @@ class Tracker:
                 act(*args)
         except failures() as e:
             self.to = None
-            tell(f"{self.name} failed and gets no more numbers, log.jsonl has them all: "
-                 f"{reason(e)}")
+            tell(f"{self.name} failed and gets no more numbers, log.jsonl has them all:"
+                 f" {reason(e)}")

@@ -1,4 +1,5 @@
 """What several test files share: toy models, prompts, logs, runs, and ways to compare them."""
+import io
 import json
 import multiprocessing
 import os
@@ -6,8 +7,12 @@ import shutil
 import signal
 import subprocess
 import sys
+import time
+import traceback
+from contextlib import redirect_stdout
 from dataclasses import replace
 from functools import partial
+from itertools import chain
 from multiprocessing import forkserver
 
 import pytest
@@ -297,21 +302,31 @@ class Forked(server.Process):
         return self.exitcode
 
 
+def alive(pid):
+    """Is there a process of this number that has not ended (Linux)?"""
+    try:
+        with open(f"/proc/{pid}/stat") as f:
+            return f.read().rpartition(")")[2].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
+
+
 def as_rank(number, env, target, *args):
     os.environ.update(env, RANK=str(number), LOCAL_RANK=str(number))
+    parallel.GRACE = 0.5  # no launcher looks
     with parallel.ranks():
         target(*args)
 
 
 class Ranks:
     """n processes that call target(*args), each as a rank that torchrun has started; rank r prints
-    to folder/printed-r."""
+    to folder/printed-r. port: of a launcher, if not this process is to be theirs."""
 
-    def __init__(self, n, folder, target, args=()):
+    def __init__(self, n, folder, target, args=(), port=None):
         self.store = torch.distributed.TCPStore("127.0.0.1", 0, is_master=True)  # the launcher's
-        env = dict(WORLD_SIZE=str(n), MASTER_ADDR="127.0.0.1", MASTER_PORT=str(self.store.port),
-                   TORCHELASTIC_RUN_ID="test", TORCHELASTIC_USE_AGENT_STORE="True",
-                   TORCHELASTIC_RESTART_COUNT="0")
+        env = dict(WORLD_SIZE=str(n), MASTER_ADDR="127.0.0.1",
+                   MASTER_PORT=str(port or self.store.port), TORCHELASTIC_RUN_ID="test",
+                   TORCHELASTIC_USE_AGENT_STORE="True", TORCHELASTIC_RESTART_COUNT="0")
         self.printed = [os.path.join(folder, f"printed-{r}") for r in range(n)]
         self.processes = [Forked(self.printed[r], partial(as_rank, r, env, target), *args)
                           for r in range(n)]
@@ -327,9 +342,9 @@ def finished(tmp_path_factory):
     """A whole short run, not to be changed. -> out_dir, what it printed"""
     forkserver.ensure_running()  # it imports while this one runs
     out = str(tmp_path_factory.mktemp("run") / "out")
-    code, printed, errors = run_train(f"--out_dir={out}")
-    assert code == 0, errors
-    return out, printed
+    with redirect_stdout(io.StringIO()) as printed:
+        train_here(f"--out_dir={out}")
+    return out, printed.getvalue()
 
 
 def read_log(out_dir):
@@ -393,45 +408,206 @@ def ctrl_c():
     signal.signal(signal.SIGINT, signal.SIG_DFL if before is None else before)
 
 
-# Triton's interpreter
+# what works beside the tests, and tests beside each other
+
+def asks_beside(item):
+    """Does a test need what a process of BESIDE finds? -> of Triton's interpreter, of another"""
+    return (item.name == "test_kernels_in_interpreter",
+            hasattr(getattr(item, "module", None), "BESIDE"))
+
 
 def pytest_collection_modifyitems(items):
-    """Its processes work beside all other tests, so what they found is asked for last; before them
-    that of programs which test files have run beside (BESIDE)."""
-    items.sort(key=lambda item: (item.name == "test_kernels_in_interpreter",
-                                 hasattr(getattr(item, "module", None), "BESIDE")))
+    items.sort(key=asks_beside)  # they come last
 
 
-@pytest.fixture(scope="session", autouse=True)
-def interpreters(request):
-    """{test file: process that runs its module's KERNELS in Triton's CPU interpreter}, a process as
-    TRITON_INTERPRET must be set before the import; all files at the same time."""
-    env = {**os.environ, "TRITON_INTERPRET": "1"}
-    started = {}
-    for item in request.session.items:
-        if item.name == "test_kernels_in_interpreter":
-            command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider",
-                       str(item.path), "-k", item.module.KERNELS]
-            started[item.path] = subprocess.Popen(
-                command, cwd=ROOT, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
-                text=True)
-    for item in request.session.items:
-        program = getattr(getattr(item, "module", None), "BESIDE", None)
-        if program and item.path not in started:
-            started[item.path] = subprocess.Popen(
-                [sys.executable, "-c", program], cwd=ROOT, stdout=subprocess.PIPE, text=True)
-    yield started
-    for process in started.values():
-        with process:  # closes its pipe and waits for its end
-            process.kill()
+class Beside(dict):
+    """Processes that work beside all tests: of each test file with a BESIDE that program, and under
+    the name "kernels" one that runs the KERNELS of all files in Triton's CPU interpreter, for which
+    TRITON_INTERPRET must be set before the import."""
+
+    def start(self, items):
+        kernels = {}
+        for item in items:
+            module = getattr(item, "module", None)
+            if hasattr(module, "BESIDE") and item.path not in self:
+                self[item.path] = self.process("-c", module.BESIDE)
+            if item.name == "test_kernels_in_interpreter":
+                kernels[str(item.path)] = f"({item.path.stem} and ({module.KERNELS}))"
+        if kernels:
+            self["kernels"] = self.process(
+                "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", *kernels,
+                "-k", " or ".join(kernels.values()), TRITON_INTERPRET="1")
+
+    def process(self, *words, **env):
+        return subprocess.Popen(
+            [sys.executable, *words], cwd=ROOT, env={**os.environ, **env}, text=True,
+            stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+
+    def printed(self, name):
+        """What a process printed; it must end well."""
+        if isinstance(self[name], subprocess.Popen):
+            process = self[name]
+            self[name], errors = process.communicate()
+            assert process.returncode == 0, self[name] + errors
+        return self[name]
+
+    def end(self):
+        for process in self.values():
+            if isinstance(process, subprocess.Popen):
+                with process:  # closes its pipe and waits for its end
+                    process.kill()
+
+
+BESIDE = Beside()
 
 
 @pytest.fixture
-def pass_in_interpreter(interpreters, request):
-    """The file's kernels pass in the interpreter: no test of them fails or is skipped."""
+def pass_in_interpreter():
+    """The kernels of all files pass in the interpreter: no test of them fails or is skipped."""
     def wait():
-        process = interpreters[request.path]
-        printed, _ = process.communicate()
-        assert process.returncode == 0, printed
+        printed = BESIDE.printed("kernels")
         assert "passed" in printed and "skipped" not in printed, printed
     return wait
+
+
+@pytest.fixture(scope="module")
+def beside(request):
+    """What the file's BESIDE printed."""
+    return BESIDE.printed(request.path)
+
+
+class Team:
+    """As many processes as there are cores, forked from this one, which take one test file after
+    the other; what the others report is reported here, and what needs BESIDE is done here."""
+
+    def __init__(self, session):
+        self.session, self.config = session, session.config
+        self.files, self.last, self.workers = {}, [], {}
+        for item in session.items:
+            if any(asks_beside(item)):
+                self.last.append(item)
+            else:
+                self.files.setdefault(item.path, []).append(item)
+        self.queue, numbers = os.pipe()  # of bytes, each of which one process reads
+        os.write(numbers, bytes(range(len(self.files))))
+        os.close(numbers)
+
+    def size(self):
+        option = self.config.option
+        alone = torch.cuda.is_available() or not hasattr(os, "fork")  # no fork could use the card
+        if alone or option.usepdb or option.capture == "no":
+            return 1
+        return min(os.cpu_count(), len(self.files), 8)
+
+    def start(self):
+        folder = self.config._tmp_path_factory.getbasetemp()  # of all
+        for n in range(1, self.size()):
+            path = folder / f"reports-{n}"
+            path.touch()
+            pid = os.fork()
+            if not pid:
+                self.work(path)
+            self.workers[pid] = open(path, "rb"), b""
+
+    def take(self):
+        """The tests of files that nobody else has taken."""
+        files = list(self.files.values())
+        while number := os.read(self.queue, 1):
+            yield from files[number[0]]
+
+    def run(self, items):
+        """Run tests, of which each needs to know the next: only what that needs stays set up."""
+        item = next(items, None)
+        while item:
+            following = next(items, None)
+            item.config.hook.pytest_runtest_protocol(item=item, nextitem=following)
+            if following is None or following.path != item.path:
+                self.report()
+            self.stop_if_asked()
+            item = following
+
+    def stop_if_asked(self):
+        if self.session.shouldfail:
+            raise self.session.Failed(self.session.shouldfail)
+        if self.session.shouldstop:
+            raise self.session.Interrupted(self.session.shouldstop)
+
+    def work(self, path):
+        """What a forked process does: it writes lines of JSON in place of the terminal's."""
+        code = 1
+        try:
+            reports = open(path, "wb", buffering=0)
+            capture = self.config.pluginmanager.getplugin("capturemanager")
+            capture.stop_global_capturing()  # its file is the other process's too
+            capture.start_global_capturing()
+            capture.suspend_global_capture()
+            terminal = self.config.pluginmanager.getplugin("terminalreporter")
+            terminal._tw._file = open(os.devnull, "w")
+            self.config.option.maxfail = 0  # the other process counts
+            self.config.pluginmanager.register(Reports(self.config, reports))
+            self.run(self.take())
+            code = 0
+        except BaseException:  # nothing may go on from here as if it were the other process
+            traceback.print_exc()
+        finally:
+            for process in multiprocessing.active_children():
+                process.kill()
+            os._exit(code)
+
+    def report(self):
+        """Hand on what the others have reported."""
+        hook = self.config.hook
+        for pid, (file, begun) in self.workers.items():
+            *lines, begun = (begun + file.read()).split(b"\n")
+            self.workers[pid] = file, begun
+            for line in lines:
+                report = hook.pytest_report_from_serializable(
+                    config=self.config, data=json.loads(line))
+                where = dict(nodeid=report.nodeid, location=report.location)
+                if report.when == "setup":
+                    hook.pytest_runtest_logstart(**where)
+                hook.pytest_runtest_logreport(report=report)
+                if report.when == "teardown":
+                    hook.pytest_runtest_logfinish(**where)
+
+    def wait(self):
+        while self.workers:
+            for pid in [*self.workers]:
+                ended, status = os.waitpid(pid, os.WNOHANG)
+                self.report()
+                self.stop_if_asked()
+                if ended:
+                    self.workers.pop(pid)[0].close()
+                    assert status == 0, f"a process that ran tests ended with {status}"
+            time.sleep(0.02)
+
+    def end(self):
+        for pid in self.workers:
+            os.kill(pid, signal.SIGKILL)
+            os.waitpid(pid, 0)
+
+
+class Reports:
+    """Writes the reports of a forked process to a file."""
+
+    def __init__(self, config, file):
+        self.config, self.file = config, file
+
+    def pytest_runtest_logreport(self, report):
+        data = self.config.hook.pytest_report_to_serializable(config=self.config, report=report)
+        self.file.write(json.dumps(data).encode() + b"\n")
+
+
+def pytest_runtestloop(session):
+    if session.config.option.collectonly or session.testsfailed:
+        return None
+    BESIDE.start(session.items)
+    team = Team(session)
+    try:
+        team.start()
+        team.run(chain(team.take(), team.last))
+        team.wait()
+    finally:
+        team.end()
+        BESIDE.end()
+    return True

@@ -6,7 +6,7 @@ import time
 
 import pytest
 
-from conftest import Forked
+from conftest import Forked, alive
 from support import apart
 from support.apart import Apart
 
@@ -49,14 +49,6 @@ class Program:
     def waits(self):
         time.sleep(1.5)
         return "done"
-
-
-def alive(pid):
-    try:
-        with open(f"/proc/{pid}/stat") as f:
-            return f.read().rpartition(")")[2].split()[0] != "Z"
-    except FileNotFoundError:
-        return False
 
 
 def test_answers():

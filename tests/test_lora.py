@@ -273,17 +273,17 @@ def test_peft_reads_the_adapters(whole):
 
 @pytest.mark.parametrize("objective", ["ppo", "dpo"])
 def test_resume_is_bitwise(objective, tmp_path, monkeypatch):
-    """4 steps equal 2 steps and 2 more: steps, models, adapters, moments. The control resumes with
+    """2 steps equal 1 step and 1 more: steps, models, adapters, moments. The control resumes with
     another B."""
     monkeypatch.setattr("data.tasks.reward", share_of_digits)
     ask = [*LORA, f"--objective={objective}", "--eval_every=99", "--eval_final=1",
-           "--temperature=3"]  # so that dpo's pairs differ
+           "--temperature=3", "--steps=2"]  # so hot that dpo's pairs differ
     out, halves, wrong = (str(tmp_path / x) for x in ("out", "halves", "wrong"))
     train_here(*ask, f"--out_dir={out}")
-    train_here(*ask, "--steps=2", f"--out_dir={halves}")
+    train_here(*ask, "--steps=1", f"--out_dir={halves}")
     shutil.copytree(halves, wrong)
     train_here(*ask, "--resume=True", f"--out_dir={halves}")
-    # a run of 2 steps has samples and an evaluation of its own at its end
+    # a run of 1 step has samples and an evaluation of its own at its end
     assert set(kills.differences(out, halves)) <= {"samples.txt", "log.jsonl", "ckpt.pt", *BEST}
     assert read_log(out)[1] == read_log(halves)[1]
     a, b = (kills.state_of(read_checkpoint(x)["learner"]) for x in (out, halves))

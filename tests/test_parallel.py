@@ -1,6 +1,8 @@
 """support/parallel.py: several ranks do what one does, and end as one."""
 import json
+import multiprocessing
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -10,6 +12,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 import conftest
 import train
@@ -17,7 +20,9 @@ from conftest import (
     FAST,
     ROOT,
     STOP,
+    Forked,
     Ranks,
+    alive,
     at_call,
     learner,
     prompts,
@@ -51,6 +56,7 @@ CASES = dict(
     one_pair=dict(objective="dpo"),
     no_pair=dict(objective="dpo"),
     lora=dict(lora_rank=4, updates=2))
+CONTROLS = ("sequence", "token", "weights")
 
 
 # what a rank samples
@@ -162,7 +168,7 @@ def learn(name, dtype, steps=1, alone=False):
 def learn_all(folder):
     found = {name: learn(name, torch.double) for name in CASES}
     found["fp32"] = learn("sequence", torch.float32, steps=3)
-    for name in ("sequence", "token", "weights"):
+    for name in CONTROLS:
         found[f"control of {name}"] = learn(name, torch.double, alone=True)
     torch.save(found, os.path.join(folder, f"rank-{parallel.rank()}.pt"))
 
@@ -174,58 +180,51 @@ def furthest(got, want, times=1.0):
 
 @pytest.fixture(scope="module")
 def learned(tmp_path_factory):
-    """{number of ranks: what each of them found}"""
-    folders = {n: tmp_path_factory.mktemp(f"ranks-{n}") for n in (1, 2, 3)}
-    started = {n: Ranks(n, folders[n], learn_all, [str(folders[n])]) for n in (2, 3)}
-    learn_all(folders[1])  # without torch.distributed
-    for n, ranks in started.items():
-        codes, printed = ranks.wait()
-        assert codes == [0] * n, printed
-    return {n: [torch.load(folder / f"rank-{r}.pt", weights_only=False) for r in range(n)]
-            for n, folder in folders.items()}
+    """What one process found, and what each of three ranks did."""
+    folder = tmp_path_factory.mktemp("ranks")
+    started = Ranks(3, folder, learn_all, [str(folder)])
+    alone = tmp_path_factory.mktemp("one")
+    learn_all(alone)  # without torch.distributed
+    codes, printed = started.wait()
+    assert codes == [0] * 3, printed
+    return [torch.load(path, weights_only=False) for path in (
+        alone / "rank-0.pt", *(folder / f"rank-{r}.pt" for r in range(3)))]
 
 
 @pytest.mark.parametrize("name", CASES)
 def test_ranks_learn_what_one_learns(learned, name):
     """In fp64, with prompts that no number of ranks divides: samples, gradients, weights, log."""
-    want = learned[1][0][name]
+    want, *found = [one[name] for one in learned]
     r = want["rollout"]
     assert r.stopped.any() and not r.stopped.all() and len(set(r.lengths.flatten().tolist())) > 3
-    for n in (2, 3):
-        for found in learned[n]:
-            got = found[name]
-            assert torch.equal(got["rollout"].tokens, r.tokens)
-            assert torch.equal(got["rewards"], want["rewards"]) and got["parts"] == want["parts"]
-            assert len(got["gradients"]) == len(want["gradients"])
-            for mine, whole in zip(got["gradients"], want["gradients"]):
-                assert furthest(mine, whole) < 1e-10
-            assert furthest(got["weights"], want["weights"]) < 1e-8
-            assert list(got["log"]) == list(want["log"])
-            assert got["log"] == pytest.approx(want["log"], rel=1e-6, abs=1e-6)
+    for got in found:
+        assert torch.equal(got["rollout"].tokens, r.tokens)
+        assert torch.equal(got["rewards"], want["rewards"]) and got["parts"] == want["parts"]
+        for mine, whole in zip(got["gradients"], want["gradients"], strict=True):
+            assert furthest(mine, whole) < 1e-10
+        assert furthest(got["weights"], want["weights"]) < 1e-8
+        assert list(got["log"]) == list(want["log"])
+        assert got["log"] == pytest.approx(want["log"], rel=1e-6, abs=1e-6)
     assert len(want["gradients"]) == CASES[name].get("updates", name != "no_pair")
     pairs = dict(dpo=4, one_pair=1, no_pair=0)
     assert want["log"].get("pairs") == pairs.get(name)
 
 
-@pytest.mark.parametrize("name", ("sequence", "token", "weights"))
+@pytest.mark.parametrize("name", CONTROLS)
 def test_what_each_rank_divides_by_counts(learned, name):
     """The control: gradients of ranks that know their own prompts alone add up to something else,
     also as a mean over ranks."""
-    want = learned[1][0][name]["gradients"][0]
-    for n in (2, 3):
-        got = learned[n][0][f"control of {name}"]["gradients"][0]
-        assert furthest(got, want) > 1e-2 and furthest(got, want, 1 / n) > 1e-2
+    want = learned[0][name]["gradients"][0]
+    got = learned[1][f"control of {name}"]["gradients"][0]
+    assert furthest(got, want) > 1e-2 and furthest(got, want, 1 / 3) > 1e-2
 
 
 def test_weights_in_fp32(learned):
-    """After three steps, of whatever number of ranks; all ranks hold the same bits."""
+    """After three steps; all ranks hold the same bits."""
     start = [p.detach() for p in toy().parameters()]
-    want = learned[1][0]["fp32"]["weights"]
-    for n in (2, 3):
-        first = learned[n][0]["fp32"]["weights"]
-        assert max((a - b).abs().max() for a, b in zip(first, want)) < 1e-5
-        for found in learned[n]:
-            assert all(map(torch.equal, found["fp32"]["weights"], first))
+    want, first, *others = [found["fp32"]["weights"] for found in learned]
+    assert max((a - b).abs().max() for a, b in zip(first, want)) < 1e-5
+    assert all(all(map(torch.equal, weights, first)) for weights in others)
     assert max((a - b).abs().max() for a, b in zip(start, want)) > 1e-3  # control
 
 
@@ -475,7 +474,7 @@ def test_a_signal_in_an_evaluation(finished, tmp_path):
     codes, printed = Ranks(2, tmp_path, disturbed, (stop, 1, 1, out, "--eval_batch=1")).wait()
     assert codes == [143, 143] and printed[0].endswith("and --resume=True\n"), printed
     assert "eval " not in printed[0] and read_checkpoint(tmp_path / "out")["memory"]["evals"] == []
-    assert Ranks(2, tmp_path, train.main, [[*FAST, out, "--resume=True"]]).wait()[0] == [0, 0]
+    train_here(out, "--resume=True")
     check_log(tmp_path / "out", finished[0])
 
 
@@ -548,18 +547,20 @@ def test_a_run_that_ends_well(tmp_path):
     assert "python" in names and "gloo" not in names, names
 
 
-WAITS = """
-import os
-import sys
-import time
+def launch(folder, target, *args):
+    """As torchrun does, whose ranks here begin as forks of this process."""
+    multiprocessing.current_process()._config["daemon"] = False  # so that it may have children
+    os.chdir(folder)
+    config = LaunchConfig(
+        min_nodes=1, max_nodes=1, nproc_per_node=2, rdzv_backend="c10d", max_restarts=0,
+        rdzv_endpoint="localhost:0", run_id="test", start_method="fork")
+    elastic_launch(config, target)(*args)
 
-sys.path.insert(0, sys.argv[1])
-from support import parallel
 
-with parallel.ranks():
-    print("in", flush=True)
-    time.sleep(1000)
-"""
+def wait_as_ranks():
+    with parallel.ranks():
+        print("in", flush=True)
+        time.sleep(1000)
 
 
 def children(pid):
@@ -577,33 +578,31 @@ def children(pid):
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="asks /proc for processes")
-@pytest.mark.parametrize("when", ["as they start", "when they work"])
-def test_no_rank_outlives_a_killed_launcher(when, tmp_path):
-    """Also where it is killed while they import torch, of which none could know."""
-    (tmp_path / "waits.py").write_text(WAITS)
-    with open(tmp_path / "said", "wb") as said:
-        launcher = subprocess.Popen(
-            [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2",
-             "waits.py", ROOT], cwd=tmp_path, stdout=said, stderr=said)
-    ranks = []
-    while len(ranks) < 2 or (when != "as they start"
-                             and (tmp_path / "said").read_text().count("in\n") < 2):
-        assert launcher.poll() is None, (tmp_path / "said").read_text()
+def test_no_rank_outlives_a_killed_launcher(tmp_path):
+    said = tmp_path / "said"
+    launcher = Forked(said, launch, str(tmp_path), wait_as_ranks)
+    while not said.exists() or said.read_text().count("in\n") < 2:
+        assert launcher.poll() is None, said.read_text()
         time.sleep(0.01)
-        ranks = children(launcher.pid)
+    left, until = children(launcher.pid), time.time() + 60
+    assert len(left) == 2
     launcher.kill()
     launcher.wait()
-    began, left = time.time(), ranks
-    while left and time.time() < began + 60:
+    while left and time.time() < until:
         time.sleep(0.1)
-        left = [pid for pid in left if os.path.exists(f"/proc/{pid}")
-                and open(f"/proc/{pid}/stat").read().rpartition(")")[2].split()[0] != "Z"]
+        left = [pid for pid in left if alive(pid)]
     for pid in left:
         os.kill(pid, signal.SIGKILL)
-    assert not left, (tmp_path / "said").read_text()
-    said = (tmp_path / "said").read_text()
-    assert "Traceback" not in said and said.count("error: torchrun does not answer at") in (
-        (1, 2) if when == "as they start" else (0,)), said
+    assert not left and said.read_text() == "in\nin\n"
+
+
+def test_no_rank_waits_for_a_launcher_that_has_gone(tmp_path):
+    """It was killed while they imported torch, of which none could know."""
+    ranks = Ranks(2, tmp_path, talk, port=1)
+    codes, printed = ranks.wait()
+    assert codes == [1, 1]
+    assert all(re.fullmatch(r"error: torchrun does not answer at 127.0.0.1:1 .*\n", text)
+               for text in printed)
 
 
 def test_an_environment_that_is_not_torchruns(monkeypatch):
@@ -636,22 +635,25 @@ def score(row, text, tokens):
 """
 
 
-def test_torchrun(tmp_path):
-    """The launcher itself. A reward that fails on rank 1 ends the run with that as its first error,
-    after rank 0 has saved what was learned; mended, it goes on there."""
+def run_as_ranks(*args):
+    with parallel.ranks():
+        train.main([*FAST, *args])
+
+
+def test_a_reward_that_fails_on_one_rank(tmp_path):
+    """It ends the run with that as its first error, after rank 0 has saved what was learned."""
     (tmp_path / "mine.py").write_text(REWARD)
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2",
-               os.path.join(ROOT, "train.py"), *FAST, "--reward=mine:score", "--save_every=100",
-               "--eval_every=100", "--out_dir=out"]
-    began = time.time()
-    p = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=100)
-    assert p.returncode == 1 and time.time() - began < 60
-    errors = [line for line in p.stderr.splitlines() if "rror" in line]
+    began, said = time.time(), tmp_path / "said"
+    ask = ("--reward=mine:score", "--save_every=100", "--eval_every=100", "--out_dir=out")
+    code = Forked(said, launch, str(tmp_path), run_as_ranks, *ask).wait()
+    assert code == 1 and time.time() - began < 60
+    text = said.read_text()
+    errors = [line for line in text.splitlines() if "rror" in line]
     assert errors[0].startswith("error: the reward of training problem 5 ('Repeat each word ")
     assert errors[0].endswith("raised KeyError: 'level' (" + str(tmp_path / "mine.py") +
                               ":11); the row has prompt, answer; "
                               f"{tmp_path}/out/ckpt.pt holds step 2")
-    assert p.stdout.count("\nstep ") == 2 and p.stdout.count("fp32 masters") == 1
+    assert text.count("\nstep ") == 2 and text.count("fp32 masters") == 1
     assert read_checkpoint(tmp_path / "out")["step"] == 2
     steps = read_log(tmp_path / "out")[1]
     assert len(steps) == 2 and all(0 <= row["reward"] <= 1 < row["reward_size"] for row in steps)
