@@ -356,9 +356,9 @@ def weight_table(res):
         return f"{ten(q['value'][i])} [{ten(q['low'][i])}, {ten(q['high'][i])}]"
 
     samples = c["prompts"] * c["group"]
-    yield (f"sequence weight W of {samples} samples, as log10 (but std and ESS), with 95 % "
-           "bootstrap intervals over prompts; the floor, a lower bound of the true "
-           "variance, comes from samples of the learner")
+    yield (f"sequence weight W of {samples} samples, as log10 (but std and ESS), with "
+           "95 % bootstrap intervals over prompts; the floor, a lower bound of the "
+           "true variance, comes from samples of the learner")
     yield (f"{'tokens':>6} {'Var W, sampled':>24} {'Var W, floor':>24} "
            f"{'mean W (truth 0)':>24} {'std of ln W':>12} {'ESS / n':>8} "
            f"{'Var W, shadow':>14}")
@@ -426,8 +426,8 @@ def finite_log10(*quantities):
 
 
 def draw(ax, lengths, lines, limits, title):
-    """lines: (name, key of curves.LOOKS, quantity). -> ends for curves.label, in the frame also where a
-    line leaves it"""
+    """lines: (name, key of curves.LOOKS, quantity). -> ends for curves.label, in the frame
+    also where a line leaves it"""
     ends = []
     for name, key, q in lines:
         rows = [(x, *(v / math.log(10) for v in values))
