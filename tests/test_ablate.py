@@ -17,7 +17,7 @@ from types import SimpleNamespace
 import pytest
 
 import train
-from conftest import ROOT
+from conftest import FAST, ROOT
 from experiments import ablate, logs
 from support.checkpoint import read_checkpoint, write_checkpoint
 
@@ -684,16 +684,14 @@ def test_cards(monkeypatch):
 
 def test_a_real_run(tmp_path):
     out = tmp_path / "out"
-    argv = ["config/naive.py --budget=30", f"--out={out}", "--seeds=1", "--steps=2",
-            "--prompts=2", "--group=2", "--task=kv", "--prompt_tokens=64", "--eval_final=2",
-            "--device=cpu"]
+    argv = ["config/naive.py --budget=30", *FAST, f"--out={out}", "--seeds=1"]
     assert main(*argv) == 0
     row = cells((out / "table.md").read_text())["naive budget=30"]
     assert float(row[GAP].split(",")[0]) > 0.01 and row["KV kept"].startswith("1/")
     log = out / "naive,budget=30" / "0" / "log.jsonl"
     time_before = os.stat(log).st_mtime_ns
     assert main(*argv) == 0 and os.stat(log).st_mtime_ns == time_before
-    assert main(*argv, "--lr=1e-5").startswith("error: lr was 0.0006")
+    assert main(*argv, "--lr=1e-5").startswith("error: lr was 0.0003")
 
 
 # what is counted

@@ -265,7 +265,7 @@ def test_command_line(tmp_path, capsys):
         variance.main([*args, "--lengths=4000"])
 
 
-def test_arms_look_as_elsewhere(tmp_path, monkeypatch):
+def test_arms_look_as_elsewhere():
     """A name stands in the frame, also of a line that leaves it."""
     figure = pytest.importorskip("matplotlib.figure")
     q = dict(value=[1.0, 50.0], low=[0.5, 40.0], high=[2.0, 60.0])
