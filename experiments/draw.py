@@ -143,7 +143,7 @@ def paint(ax, lines, kinds):
     cells = [[number.get(letter, nan) for letter in line] for line in lines]
     ax.pcolormesh(cells, cmap=ListedColormap([colour for colour, _ in kinds.values()]),
                   vmin=-0.5, vmax=len(kinds) - 0.5, edgecolors="white",
-                  linewidth=40 / len(lines))
+                  linewidth=30 / len(lines))
     ax.set(xticks=[], yticks=[], ylim=(len(lines), 0), frame_on=False)
     ax.tick_params(length=0, pad=1, labeltop=True, labelbottom=False)
 

@@ -14,18 +14,8 @@ ablate.py.
 import os
 from functools import partial
 
-from experiments.curves import (
-    by_step,
-    check_out,
-    curve,
-    draw_acceptance,
-    draw_gap,
-    draw_reward,
-    looks,
-    reward_limits,
-    write_panels,
-)
-from experiments.logs import LAST, NAMED, read, smooth
+from experiments import curves
+from experiments.logs import CACHES, LAST, NAMED, read, smooth
 from support.configurator import Arguments
 from support.run import is_of_a_run, one_line_errors, tell
 
@@ -75,12 +65,12 @@ def own_numbers(runs):
 
 def draw_steps(ax, runs, key, last, **labels):
     """What each step logged under key, and the mean of the last ones."""
-    for name, style in looks(runs).items():
+    for name, style in curves.looks(runs).items():
         rows = [r for r in runs[name]["logs"][0] if key in r]
         ax.plot([r["step"] for r in rows], [r[key] for r in rows], color=style["color"],
                 lw=0.5, alpha=0.25)
     ax.set(**labels)
-    return curve(ax, runs, key, partial(smooth, last=last))
+    return curves.curve(ax, runs, key, partial(smooth, last=last))
 
 
 def draw_evaluations(ax, panel, **options):
@@ -93,7 +83,7 @@ def draw_evaluations(ax, panel, **options):
 
 def draw_held_out(ax, runs, key, **labels):
     ax.set(**labels)
-    return curve(ax, runs, key)
+    return curves.curve(ax, runs, key)
 
 
 def draw(runs, path):
@@ -107,29 +97,27 @@ def draw(runs, path):
 
     panels = dict(
         A=partial(sampled, key="reward", ylabel="sampled reward",
-                  ylim=reward_limits(runs, ["reward"]),
+                  ylim=curves.reward_limits(runs, ["reward"]),
                   title=f"Reward, mean of {last} steps"),
         B=partial(sampled, key="length", ylabel="tokens", ylim=(0, None),
                   title=f"Length of responses, mean of {last} steps"),
-        C=evaluated(draw_reward, arms=runs, cache="compressed"),
-        D=evaluated(draw_reward, arms=runs, cache="dense"),
-        E=partial(draw_gap, arms=runs, last=last),
-        F=evaluated(draw_acceptance, arms=runs, key="eval_accept"))
+        C=evaluated(curves.draw_reward, arms=runs, cache="compressed"),
+        D=evaluated(curves.draw_reward, arms=runs, cache="dense"),
+        E=partial(curves.draw_gap, arms=runs, last=last),
+        F=evaluated(curves.draw_acceptance, arms=runs, key="eval_accept"))
     mosaic = [[name] * 3 + [other] * 3 for name, other in ("AB", "CD", "EF")]
     for name in own_numbers(runs):
         keys = [start + name for start in NAMED]
         mosaic.append([key for key in keys for _ in range(2)])
         title = f"{name:.{LONGEST}}, "
-        panels |= {
-            keys[0]: partial(sampled, key=keys[0],
-                             title=f"{title}mean of {last} steps"),
-            keys[1]: evaluated(draw_held_out, runs=runs, key=keys[1],
-                               title=f"{title}served compressed"),
-            keys[2]: evaluated(draw_held_out, runs=runs, key=keys[2],
-                               title=f"{title}served dense")}
+        panels[keys[0]] = partial(sampled, key=keys[0],
+                                  title=f"{title}mean of {last} steps")
+        for key, cache in zip(keys[1:], CACHES):
+            panels[key] = evaluated(draw_held_out, runs=runs, key=key,
+                                    title=f"{title}served {cache}")
     height = max(2.5, 0.18 * len(runs))  # inches; labels need room
-    write_panels(path, panels, by_step(max(1, steps)), mosaic=mosaic,
-                 figsize=(9, height * len(mosaic)))
+    curves.write_panels(path, panels, curves.by_step(max(1, steps)), mosaic=mosaic,
+                        figsize=(9, height * len(mosaic)))
 
 
 def main(argv=None):
@@ -143,7 +131,7 @@ def main(argv=None):
         if not runs:
             raise ValueError("nothing to draw yet: no step and no evaluation")
         path = a.out or os.path.join(a.folders[0], "plot.png")
-        check_out(path)
+        curves.check_out(path)
         draw(runs, path)
         tell(f"{len(runs)} {'run' if len(runs) == 1 else 'runs'} drawn to {path}")
 

@@ -127,7 +127,7 @@ def test_numbers_of_a_reward_of_ones_own(tmp_path, capsys, monkeypatch):
     """A row of panels for each name that any run logged; a name that no run writes is left out, and
     so is what comes after the first eight."""
     shown = []
-    monkeypatch.setattr(plot, "write_panels",
+    monkeypatch.setattr(curves, "write_panels",
                         lambda path, panels, x, **layout: shown.append((panels, layout)))
     runs = dict(a=dict(logs={0: rows(6, own=True)}), b=dict(logs={0: rows(4)}))
     assert plot.own_numbers(runs) == ["form"] and plot.own_numbers(dict(b=runs["b"])) == []
