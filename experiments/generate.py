@@ -35,7 +35,7 @@ OPTIONS = {  # default, help
     "template": ("", 'arguments for the chat template: {"enable_thinking": false}'),
     "raw_text": (False, "prompt without chat template"),
     "control_tokens": (False, "with raw_text: text that spells a control token is one"),
-    "device": ("auto", "auto: cuda if there is one; cpu (float32), cuda, cuda:N (bfloat16)"),
+    "device": ("auto", "auto: cuda if there is one; cpu (float32), cuda:N (bfloat16)"),
     "group": (1, "samples"),
     "max_new_tokens": (64, "longest response"),
     "temperature": (0.0, "0: greedy"),
@@ -120,8 +120,8 @@ def run(a):
     ids = encode(asked(a, tok))
     if len(ids) + a.max_new_tokens > net.config.max_pos:
         raise ValueError(f"a prompt of {len(ids)} tokens and "
-                         f"max_new_tokens={a.max_new_tokens} exceed the model's context "
-                         f"of {net.config.max_pos}")
+                         f"max_new_tokens={a.max_new_tokens} exceed the model's "
+                         f"context of {net.config.max_pos}")
     r = generate(net, [ids], a.group, a.max_new_tokens, temperature=a.temperature,
                  eviction=eviction, stop_ids=tok.stop_ids, seed=a.seed)
     texts = [tok.decode(tokens[:n])
