@@ -53,6 +53,7 @@ import train
 from experiments.curves import figure
 from experiments.logs import (
     CACHES,
+    KV,
     LAST,
     MANY_SEEDS,
     at_end,
@@ -73,9 +74,23 @@ from experiments.ttest import RANKED, holm, interval, p_value, signed_rank_p
 from model import find_checkpoint
 from run.settings import MAY_CHANGE, identity_of
 from support.checkpoint import HELD, check_whole, open_to_append, remove, write_text
-from support.configurator import check_ranges, configure, help_if_asked, joined, make_folder
-from support.jsonfile import entry, harmless, read_json, shown
-from support.run import ADAPTERS, MODELS, SIGNALS, difference, hold, remove_listed, step_of
+from support.configurator import (
+    check_ranges,
+    configure,
+    help_if_asked,
+    joined,
+    make_folder,
+)
+from support.jsonfile import entry, printable, read_json, shown
+from support.run import (
+    ADAPTERS,
+    MODELS,
+    SIGNALS,
+    difference,
+    hold,
+    remove_listed,
+    step_of,
+)
 from support.screen import one_line_errors, tell
 
 ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
@@ -86,17 +101,20 @@ OPTIONS = dict(
     jobs=1,            # runs at a time
     threads=1,         # of each run
     out="out-ablate",  # a run is OUT/ARM/SEED, what it prints OUT/ARM/SEED/train.log
-    compare="",        # A/B/dense,A/C/compressed: arms and cache, 4 at most; and 2 A/B/dense>-0.02
+    compare="",        # A/B/dense,A/C/compressed: arms and cache, at most 4 and 2 >X
     keep="",           # a folder; logs are also copied there, small, as ARM-SEED.jsonl
-    lean=False,        # --lean=True: of a run that ended only logs stay; more steps begin anew
+    lean=False,        # True: of a run that ended only logs stay; more steps begin anew
     table=False,       # --table: no runs, only table and figure of what is there
 )
 RANGES = dict(seeds=(1, 1000), first=(0, 10**6), jobs=(1, 1000), threads=(1, 1000))
 PREVIOUS = "ckpt-previous.pt"
 EVERY = 30  # seconds between two lines about the runs at work
 # what decides the rewards before training, beside the method that evaluates
-START = ("model", "task", "prompt_tokens", "max_new_tokens", "eval_final", "evict", "budget",
-         "spread", "window", "sinks", "pool", "response_budget", "period")
+START = ("model", "task", "prompt_tokens", "max_new_tokens", "eval_final", "evict",
+         "budget", "spread", "window", "sinks", "pool", "response_budget", "period")
+# what older runs did not have
+LATER = ("eval_evict", "eval_task", "reward", "shots", "raw_text", "pool_by",
+         "eval_first", "control_tokens", "template_file", "stop")
 
 
 # the command line
@@ -118,10 +136,10 @@ def parse(argv):
         raise ValueError("write --out=FOLDER")
     of_table = all(re.match("--(table|out|keep|compare)=", arg) for arg in own)
     if options.table and (common or not of_table):
-        raise ValueError("--table runs nothing: it takes --out, --keep, --compare and names of "
-                         "arms")
+        raise ValueError("--table runs nothing: it takes --out, --keep, --compare and "
+                         "names of arms")
     if not (arms or options.table):
-        raise ValueError("no arm: name a config file, or say --table (--help says more)")
+        raise ValueError("no arm: name a config file, or --table (--help says more)")
     return options, arms, common
 
 
@@ -151,15 +169,19 @@ def request(texts, common, seeds):
     arms, configs = {}, {}
     for name, files, options in map(parse_arm, texts):
         if name in arms:
-            raise ValueError(f"two arms are named {name!r}: give one a config file of its own")
+            raise ValueError(f"two arms are named {name!r}: give one a config file of "
+                             "its own")
         args = files + common + options
         c = configs[name] = train.settings(args)
-        for key in ("seed", "out_dir", "resume", "overwrite"):  # the last two in a config file too
-            if getattr(c, key) is True or any(arg.startswith(f"--{key}=") for arg in args):
-                raise ValueError(f"arm {name!r}: {key}: every run gets its own, from --seeds and "
-                                 "--out")
+        # the last two in a config file too
+        for key in ("seed", "out_dir", "resume", "overwrite"):
+            given = any(arg.startswith(f"--{key}=") for arg in args)
+            if given or getattr(c, key) is True:
+                raise ValueError(f"arm {name!r}: {key}: every run gets its own, from "
+                                 "--seeds and --out")
         if c.dry_run:
-            raise ValueError(f"arm {name!r}: dry_run=True trains nothing: say it to train.py")
+            raise ValueError(f"arm {name!r}: dry_run=True trains nothing: say it to "
+                             "train.py")
         arms[name] = dict(args=shlex.join(args), seeds=list(seeds), steps=c.steps,
                           start=start_of(c))
     return arms, configs
@@ -167,25 +189,20 @@ def request(texts, common, seeds):
 
 def start_of(c):
     """What arms that begin with the same rewards have in common."""
-    keys = START
-    # what older runs did not have
-    for key in ("eval_evict", "eval_task", "reward", "shots", "raw_text", "pool_by", "eval_first",
-                "control_tokens", "template_file", "stop"):
-        if getattr(c, key) != train.DEFAULTS[key]:
-            keys += (key,)
+    keys = [*START, *(key for key in LATER if getattr(c, key) != train.DEFAULTS[key])]
     return " ".join(f"{k}={os.path.basename(str(getattr(c, k)))}" for k in keys)
 
 
 # running
-
 
 def name_comparisons(where, text):
     """Those of the folder, else those of text as of now, or None; nothing is written. Raises
     ValueError if others are named there."""
     before = compared(where)
     if text and before and text != before["compare"]:
-        raise ValueError(f"compare was {shown(before['compare'])} in {where!r}, now it is "
-                         f"{shown(text)}: choose another --out and --keep")
+        was = shown(before["compare"])
+        raise ValueError(f"compare was {was} in {where!r}, now it is {shown(text)}: "
+                         "choose another --out and --keep")
     if before or not text:
         return before
     return dict(compare=text, begun=sum(map(len, find_logs(where).values())))
@@ -228,7 +245,8 @@ def decide(path, c):
         return "--overwrite=True"
     check_same(path, c)
     if log and log[-1]["step"] > c.steps:
-        raise ValueError(f"the run in {path!r} has done {log[-1]['step']} steps already, "
+        done = log[-1]["step"]
+        raise ValueError(f"the run in {path!r} has done {done} steps already, "
                          f"steps={c.steps}: choose another --out")
     last = ("model", "adapter") if c.lora_rank else ("model",)
     if ended(log, c.steps) and (not has("ckpt.pt") or step_of(path, last) == c.steps):
@@ -255,10 +273,11 @@ def check_same(path, c):
         raise ValueError(f"{file}: {e}") from None
     if before:
         identity = identity_of(c, find_checkpoint(c.model))
-    auto = {key for key in ("device", "dtype") if getattr(c, key) == "auto"}  # whatever it was
+    # whatever it was
+    auto = {key for key in ("device", "dtype") if getattr(c, key) == "auto"}
     moved = {"task", "eval_task"} & identity.keys() & before.keys()
-    other = difference(was, c, identity=identity, where=path,
-                       equal=vars(c).keys() - MAY_CHANGE - {"seed"} - auto - moved)
+    equal = vars(c).keys() - MAY_CHANGE - {"seed"} - auto - moved
+    other = difference(was, c, identity=identity, where=path, equal=equal)
     if other:
         raise ValueError(f"{other}: choose another --out")
 
@@ -268,8 +287,8 @@ def check_unused(path):
     Also where a link leads there, as a run would write behind it."""
     for place in (os.path.dirname(path), path, os.path.join(path, "train.log")):
         if os.path.islink(place):
-            raise ValueError(f"{place} is a link, and nothing is written through one: choose "
-                             "another --out")
+            raise ValueError(f"{place} is a link, and nothing is written through one: "
+                             "choose another --out")
     if os.path.isdir(path):
         hold(path)
         lock = HELD.pop(os.path.realpath(path), None)  # the run that comes needs it
@@ -298,8 +317,9 @@ def launch(path, args, threads, card):
         # a process group of its own: Ctrl-C in a terminal reaches only us and is passed on
         # once; twice would make a child quit unsaved
         return subprocess.Popen(
-            [sys.executable, TRAIN, *args], stdin=subprocess.DEVNULL, stdout=log, stderr=log,
-            env=env, start_new_session=True, preexec_fn=bound_to(os.getpid()))
+            [sys.executable, TRAIN, *args], stdin=subprocess.DEVNULL, stdout=log,
+            stderr=log, env=env, start_new_session=True,
+            preexec_fn=bound_to(os.getpid()))
 
 
 def bound_to(parent):
@@ -307,7 +327,8 @@ def bound_to(parent):
     be it by SIGKILL. None where there is no Linux."""
     if sys.platform != "linux":
         return None
-    prctl = ctypes.CDLL(None).prctl  # looked up here: after the fork nothing should be loaded
+    # looked up here: after the fork nothing should be loaded
+    prctl = ctypes.CDLL(None).prctl
 
     def ask():
         prctl(1, int(signal.SIGTERM))  # PR_SET_PDEATHSIG
@@ -326,15 +347,17 @@ def report(name, path, code, seconds, stopped):
     try:
         log = [] if code else read(os.path.join(path, "log.jsonl"))
         if ended(log):
-            compressed, dense = log[-1]["eval_compressed"], log[-1]["eval_dense"]
-            return (f"{name}: ended {after}, held-out reward: compressed cache {compressed:.3f}, "
-                    f"dense cache {dense:.3f}"), True
-        with open(os.path.join(path, "train.log"), encoding="utf-8", errors="replace") as f:
-            said = [line for line in f.read().splitlines() if line.strip()] or ["it said nothing"]
-        why = said[-1]
+            rewards = ", ".join(f"{cache} cache {log[-1][key]:.3f}"
+                                for cache, key in CACHES.items())
+            return f"{name}: ended {after}, held-out reward: {rewards}", True
+        file = os.path.join(path, "train.log")
+        with open(file, encoding="utf-8", errors="replace") as f:
+            said = [line for line in f.read().splitlines() if line.strip()]
+        why = said[-1] if said else "it said nothing"
     except (OSError, ValueError) as e:
-        why = e
-    return f"{name}: {how} {after}: {why} (exit code {code}, {path}/train.log)", False
+        why = str(e)
+    where = f"(exit code {code}, {path}/train.log)"
+    return f"{name}: {how} {after}: {printable(why)} {where}", False
 
 
 def freest(devices, name, working):
@@ -373,7 +396,8 @@ def at_work(runs, done, of):
         step = 0
         with suppress(OSError, ValueError, IndexError):  # no log yet
             last = read(os.path.join(run.path, "log.jsonl"))[-1]
-            step = last["step"] + ("reward" in last)  # an evaluation stands before its step
+            # an evaluation stands before its step
+            step = last["step"] + ("reward" in last)
         doing.append(f"{run.name} step {step} of {run.steps}")
     if len(runs) > 3:
         doing.append("...")
@@ -391,23 +415,26 @@ def run_all(todo, jobs, threads, lean=False):
         if not signals or signum != getattr(signal, "SIGHUP", None):
             signals.append(signum)  # a terminal that is closed sends SIGHUP twice
 
+    # nohup ignores SIGHUP
     old = {s: signal.signal(s, hear) for s in SIGNALS
-           if s == signal.SIGINT or signal.getsignal(s) != signal.SIG_IGN}  # nohup ignores SIGHUP
+           if s == signal.SIGINT or signal.getsignal(s) != signal.SIG_IGN}
     try:
         while working or (waiting and not signals):
             for worker in range(jobs):
                 if waiting and not signals and worker not in working:
                     run = waiting.pop()
-                    run.card = freest(devices, run.name,
-                                      [(each.name, each.card) for each in working.values()])
+                    there = [(each.name, each.card) for each in working.values()]
+                    run.card = freest(devices, run.name, there)
                     run.process = launch(run.path, run.args, threads, run.card)
-                    run.start, working[worker] = time.monotonic(), run
+                    run.start = time.monotonic()
+                    working[worker] = run
             time.sleep(0.05)
             if time.monotonic() - told > EVERY:
                 tell(at_work([*working.values()], done, of=len(todo)))
                 told = time.monotonic()
             if len(signals) > heard:
-                signum, what = signals[-1], "every run finishes its step and saves; once more kills"
+                signum = signals[-1]
+                what = "every run finishes its step and saves; once more kills"
                 if heard:
                     signum, what = signal.SIGKILL, "killed"
                 tell(f"{signal.Signals(signals[-1]).name}: {what}", sys.stderr)
@@ -439,14 +466,14 @@ def run_all(todo, jobs, threads, lean=False):
 
 # the tables
 
-NOTE = ("Reward: on held-out problems, greedy, mean of a run's last two evaluations; beside the "
-        "mean over seeds its 95 % interval (Student's t, which knows no bounds). Best evaluation: "
-        "of each run after step 0, mean over seeds; it is chosen on the problems that judge it and "
-        "so reads too high. Gap: mean "
-        "|log-prob of the learner - of the sampler|. Acceptance: overlap of the dense and the "
-        "sparse policy, mean and 5th percentile. KL and entropy in nats, response length in "
-        "tokens. KV kept: of a dense cache, in brackets of one that stores each prompt once per "
-        "group. Minutes: sampling and learning, without evaluation.")
+NOTE = " ".join("""
+Reward: on held-out problems, greedy, mean of a run's last two evaluations; beside the mean over
+seeds its 95 % interval (Student's t, which knows no bounds). Best evaluation: of each run after
+step 0, mean over seeds; it is chosen on the problems that judge it and so reads too high. Gap: mean
+|log-prob of the learner - of the sampler|. Acceptance: overlap of the dense and the sparse policy,
+mean and 5th percentile. KL and entropy in nats, response length in tokens. KV kept: of a dense
+cache, in brackets of one that stores each prompt once per group. Minutes: sampling and learning,
+without evaluation.""".split())
 
 
 def across(values):
@@ -494,8 +521,9 @@ def before(arms, cache):
 
 
 def markdown(title, columns, rows):
-    """A table without the columns that are empty. Rows may be short."""
-    rows = [row + [""] * (len(columns) - len(row)) for row in rows]
+    """A table without the columns that are empty. Rows may be short; what a terminal would obey in
+    them, as they hold names of folders, is escaped."""
+    rows = [[*map(printable, row)] + [""] * (len(columns) - len(row)) for row in rows]
     used = [i for i in range(len(columns)) if i < 3 or any(row[i] for row in rows)]
     lines = ["| " + " | ".join(row[i] for i in used) + " |" for row in [columns, *rows]]
     lines.insert(1, "|---" * len(used) + "|")
@@ -513,9 +541,10 @@ def rewards_table(arms, cache):
     rows, shown = [], set()
     for i, (names, rewards) in enumerate(before(arms, cache)):
         text = across(rewards if min(rewards) < max(rewards) else rewards[:1])
-        if text not in shown:  # starts that differ in what they evict have one dense reward
-            rows.append([f"before training ({', '.join(names)})" if i else "before training", "",
-                         text])
+        # starts that differ in what they evict have one dense reward
+        if text not in shown:
+            of = f" ({', '.join(names)})" if i else ""
+            rows.append([f"before training{of}", "", text])
         shown.add(text)
     for name, a in arms.items():
         of_seeds = results(a, CACHES[cache]).values()
@@ -523,7 +552,8 @@ def rewards_table(arms, cache):
         row = [name, counted(a), across([*of_seeds]), "", "", best]
         if 1 < len(of_seeds):
             each = " ".join(f"{x:.3f}" for x in of_seeds)
-            row[3:5] = [each if len(of_seeds) < MANY_SEEDS else "", f"{min(of_seeds):.3f}"]
+            row[3:5] = ["" if len(of_seeds) >= MANY_SEEDS else each,
+                        f"{min(of_seeds):.3f}"]
         rows.append(row)
     title = f"**Served {cache}**: held-out reward with the {cache} cache"
     columns = ["arm", "seeds", "mean", "each seed", "worst", "best evaluation"]
@@ -532,42 +562,49 @@ def rewards_table(arms, cache):
 
 def health(arms):
     """What happened on the way, arm by arm."""
-    columns = ["arm", "seeds", "sampled reward", f"gap, first and last {LAST} steps",
-               "acceptance, mean and p05", "held-out acceptance, mean and p05", "KL", "entropy",
-               "response length", "largest lr", "KV kept", "minutes", "peak GB"]
+    columns = ["arm", "seeds", *HEALTH]
     rows = []
     for name, a in arms.items():
-        row = [name, counted(a)]
-        if a["logs"]:
-            row += cells(a)
-        rows.append(row)
-    title = f"**Training**: means over seeds, where nothing else is said over the last {LAST} steps"
+        cells = [show(a) for show in HEALTH.values()] if a["logs"] else []
+        rows.append([name, counted(a), *cells])
+    title = ("**Training**: means over seeds, where nothing else is said over the last "
+             f"{LAST} steps")
     return markdown(title, columns, rows)
 
 
-def cells(a):
-    """An arm's cells from the third column on."""
-    gap_first, gap_last = [fmean(s[:LAST]) for s in series(a, "gap") if s], at_end(a, "gap")
-    gap = ""
-    if gap_last:  # where nothing is replayed, as all samples of each prompt earn the same
-        gap = f"{small(fmean(gap_first))}, {small(fmean(gap_last))}"
-    kl = at_end(a, "kl")
-    kept, dense, shared = (sum(map(sum, series(a, f"kv_{key}")))
-                           for key in ("kept", "dense", "dense_shared"))
-    peak = [max(s) for s in series(a, "peak_gb") if s]
-    lr = [max(s) for s in series(a, "lr") if s]
-    held_out = [[*results(a, f"eval_accept{end}").values()] for end in ("", "_p05")]
-    return [mean_of(at_end(a, "reward")),
-            gap,
-            pair(at_end(a, "accept"), at_end(a, "accept_p05")),
-            pair(*held_out),
-            mean_of(kl, small) if any(kl) else "",  # 0 where it is not computed
-            mean_of(at_end(a, "entropy"), "{:.2f}".format),
-            mean_of(at_end(a, "length"), "{:.1f}".format),
-            re.sub("e-0*", "e-", f"{max(lr):g}") if lr else "",
-            f"1/{dense / kept:.1f} (1/{shared / kept:.1f})",
-            f"{fmean(map(sum, series(a, 'seconds'))) / 60:.1f}",
-            f"{max(peak):.1f}" if peak else ""]
+def gap_text(a):
+    """Nothing where nothing was replayed, as all samples of each prompt earn the same."""
+    first = [fmean(values[:LAST]) for values in series(a, "gap") if values]
+    return ", ".join(small(fmean(x)) for x in (first, at_end(a, "gap")) if x)
+
+
+def kv_text(a):
+    kept, dense, shared = (sum(map(sum, series(a, key))) for key in KV)
+    return f"1/{dense / kept:.1f} (1/{shared / kept:.1f})"
+
+
+def largest(a, key, show):
+    """As text, nothing where it was not logged."""
+    found = [max(values) for values in series(a, key) if values]
+    return show.format(max(found)) if found else ""
+
+
+HEALTH = {  # column: text of an arm's cell
+    "sampled reward": lambda a: mean_of(at_end(a, "reward")),
+    f"gap, first and last {LAST} steps": gap_text,
+    "acceptance, mean and p05": lambda a: pair(
+        at_end(a, "accept"), at_end(a, "accept_p05")),
+    "held-out acceptance, mean and p05": lambda a: pair(
+        results(a, "eval_accept").values(), results(a, "eval_accept_p05").values()),
+    # 0 where it is not computed
+    "KL": lambda a: mean_of(at_end(a, "kl"), small) if any(at_end(a, "kl")) else "",
+    "entropy": lambda a: mean_of(at_end(a, "entropy"), "{:.2f}".format),
+    "response length": lambda a: mean_of(at_end(a, "length"), "{:.1f}".format),
+    "largest lr": lambda a: re.sub("e-0*", "e-", largest(a, "lr", "{:g}")),
+    "KV kept": kv_text,
+    "minutes": lambda a: f"{fmean(map(sum, series(a, 'seconds'))) / 60:.1f}",
+    "peak GB": lambda a: largest(a, "peak_gb", "{:.1f}"),
+}
 
 
 def comparisons_table(arms, named):
@@ -576,7 +613,8 @@ def comparisons_table(arms, named):
     pairs, differences = comparisons(named, arms), []  # a {seed: difference} for each
     for one, other, cache, _ in pairs:
         x, y = (results(arms[name], CACHES[cache]) for name in (one, other))
-        differences.append({seed: x[seed] - y[seed] for seed in sorted(x.keys() & y.keys())})
+        both = sorted(x.keys() & y.keys())
+        differences.append({seed: x[seed] - y[seed] for seed in both})
     tested = [i for i, (*_, margin) in enumerate(pairs) if margin is None]
     ps = [p_value([*differences[i].values()]) for i in tested]
     adjusted, rows = dict(zip(tested, zip(ps, holm(ps)))), []
@@ -584,7 +622,8 @@ def comparisons_table(arms, named):
         name, values = f"{one} - {other}, {cache}", [*d.values()]
         if margin is not None:
             name += f" > {margin:g}"
-        row = [name, str(len(d)), "", " ".join(f"{seed}: {x:+.3f}" for seed, x in d.items())]
+        each = " ".join(f"{seed}: {x:+.3f}" for seed, x in d.items())
+        row = [name, str(len(d)), "", each]
         if len(d) > 1:
             mean, half = interval(values)
             row[2] = f"{mean:+.3f} [{mean - half:+.3f}, {mean + half:+.3f}]"
@@ -598,8 +637,8 @@ def comparisons_table(arms, named):
     if named["begun"]:
         when = f"named after {named['begun']} runs had begun"
     title = f"**Comparisons**, {when}: difference of held-out rewards, paired by seed"
-    columns = ["comparison", "seeds", "mean", "each seed", "p", "p, Holm", "p, ranks (no Holm)",
-               "margin"]
+    columns = ["comparison", "seeds", "mean", "each seed", "p", "p, Holm",
+               "p, ranks (no Holm)", "margin"]
     return markdown(title, columns, rows)
 
 
@@ -622,7 +661,8 @@ def table(arms, named=None, every=None):
     missing = [f"{name} seed {seed}" for name, a in arms.items()
                for seed in a["seeds"] if seed not in a["logs"]]
     if missing:
-        parts.append(f"**Not finished, and counted nowhere: {', '.join(missing)}.**\n")
+        missing = printable(", ".join(missing))
+        parts.append(f"**Not finished, and counted nowhere: {missing}.**\n")
     return "\n".join(parts)
 
 
@@ -642,9 +682,9 @@ def run_missing(options, texts, common, named):
             check_unused(path)
             need = decide(path, configs[name])
             if need:
-                args = [*shlex.split(a["args"]), f"--seed={seed}", f"--out_dir={path}", need]
-                todo.append(SimpleNamespace(name=f"{name} seed {seed}", path=path, args=args,
-                                            steps=a["steps"]))
+                args = [*shlex.split(a["args"]), f"--seed={seed}", f"--out_dir={path}"]
+                todo.append(SimpleNamespace(name=f"{name} seed {seed}", path=path,
+                                            args=[*args, need], steps=a["steps"]))
             elif options.lean:
                 strip(f"{name} seed {seed}", path)
     for path in filter(None, [options.keep, *(run.path for run in todo)]):
@@ -676,7 +716,7 @@ def main(argv):
             every = load(options.out)
             comparisons(named, every)  # raises ValueError
         arms = load(options.out, names)
-        text = harmless(table(arms, named, every=every))  # names of folders are in it
+        text = table(arms, named, every=every)
         tell(text)
         write_text(os.path.join(options.out, "table.md"), text)
         if options.keep:

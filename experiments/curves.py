@@ -7,14 +7,16 @@ Pictures of arms: held-out rewards under both caches, by step, as dots, or over 
 
 The idea. A method has one colour, one dash and one width in every figure of the project (LOOKS), so
 that who has seen one figure can read the others. Colours are those of Okabe and Ito. Names stand at
-the ends of lines or beside dots, pushed apart where they would overlap. Folders are those that
-ablate.py writes or keeps; its own figure, `figure`, shows gap and acceptance too.
+the ends of lines or beside dots, pushed apart where they would overlap. Every figure of the project
+is laid out and written here. Folders are those that ablate.py writes or keeps; its own figure,
+`figure`, shows gap and acceptance too.
 
 --dots: across the reward served compressed, up that served dense, both at the end of training.
 --bases: a folder for each base model, with one arm of a method at most; across what the base earns
 served dense before training, up what arms earn after it. Needs matplotlib; without it `figure` says
 so.
 """
+import io
 import math
 import os
 import sys
@@ -22,7 +24,18 @@ from functools import partial
 from itertools import cycle
 from statistics import fmean
 
-from experiments.logs import CACHES, LAST, MANY_SEEDS, load, over_seeds, results, series, smooth
+import numpy as np
+
+from experiments.logs import (
+    CACHES,
+    LAST,
+    MANY_SEEDS,
+    load,
+    over_seeds,
+    results,
+    series,
+    smooth,
+)
 from experiments.ttest import interval
 from support.checkpoint import write_whole
 from support.configurator import Arguments, make_folder
@@ -34,12 +47,14 @@ STYLES = ["-", (0, (5, 1.5)), (0, (5, 1.5, 1, 1.5)), (0, (1, 1.2))]
 RED, GREEN, BLUE, PINK, ORANGE, SKY, BLACK, GREY = COLOURS
 SOLID, DASHED, DASH_DOT, DOTTED = STYLES
 # of each method; what learns alike has one colour, PPO and DPO a dash of their own
-LOOKS = dict(dense=(BLACK, DASHED), naive=(RED, SOLID), shadow=(GREEN, DASHED), smd=(BLUE, SOLID),
-             tis=(PINK, DASH_DOT), mis=(ORANGE, SOLID), sparse_rl=(GREY, DASHED),
-             bypass=(SKY, DASHED), anchor=(GREEN, DOTTED), smd_reverse=(BLUE, DASHED),
-             ppo=(BLUE, DASH_DOT), ppo_naive=(RED, DASH_DOT), ppo_dense=(BLACK, DASH_DOT),
-             dpo=(BLUE, DOTTED), dpo_naive=(RED, DOTTED), dpo_dense=(BLACK, DOTTED),
-             released=(GREY, SOLID))
+LOOKS = dict(
+    dense=(BLACK, DASHED), naive=(RED, SOLID), shadow=(GREEN, DASHED),
+    smd=(BLUE, SOLID), tis=(PINK, DASH_DOT), mis=(ORANGE, SOLID),
+    sparse_rl=(GREY, DASHED), bypass=(SKY, DASHED), anchor=(GREEN, DOTTED),
+    smd_reverse=(BLUE, DASHED), ppo=(BLUE, DASH_DOT), ppo_naive=(RED, DASH_DOT),
+    ppo_dense=(BLACK, DASH_DOT), dpo=(BLUE, DOTTED), dpo_naive=(RED, DOTTED),
+    dpo_dense=(BLACK, DOTTED), released=(GREY, SOLID), seq=(SKY, DOTTED),
+    floor=(SKY, SOLID))
 BEFORE = "before training"
 WHOLE = (-0.02, 1.02)  # an axis of rewards from 0 to 1, with room for a line at its end
 PAGE = {"font.size": 8, "axes.titlesize": 8.5, "axes.titlelocation": "left",
@@ -47,16 +62,66 @@ PAGE = {"font.size": 8, "axes.titlesize": 8.5, "axes.titlelocation": "left",
         "grid.color": "#e4e4e4", "grid.linewidth": 0.6}
 
 
+# writing
+
+def plotter():
+    """matplotlib's pyplot, without a screen. Raises ValueError where it is not installed."""
+    try:
+        import matplotlib
+    except ImportError:
+        why = "the picture needs matplotlib: pip install matplotlib"
+        raise ValueError(why) from None
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+    return pyplot
+
+
 def check_out(path):
     """Raise ValueError if no picture can be written there."""
     if not path.endswith(".png") or os.path.isdir(path):
         raise ValueError(f"--out must name a .png, got {path!r}")
-    try:
-        import matplotlib  # noqa: F401
-    except ImportError:
-        raise ValueError("the picture needs matplotlib: pip install matplotlib") from None
+    plotter()
     make_folder(os.path.dirname(path) or ".")
 
+
+def can_draw():
+    """Is there a matplotlib? Else a line says so."""
+    try:
+        return bool(plotter())
+    except ValueError as e:
+        tell(f"no figure: {e}", sys.stderr)
+        return False
+
+
+def save(fig, path):
+    """Write a PNG of 256 colours, 200 dots an inch: nine inches make twice the pixels of a page.
+    It takes the place of whatever has the name, through no link."""
+    from PIL import Image
+    whole = io.BytesIO()
+    fig.savefig(whole, dpi=200)
+    plotter().close(fig)
+    small = Image.open(whole).convert("RGB").quantize(256, dither=0)
+    write_whole(path, lambda f: small.save(f, "PNG", optimize=True))
+
+
+def write_panels(path, panels, x, put_names=None, **layout):
+    """Write a PNG. panels: {name in the mosaic: function that draws on axes and returns ends for
+    put_names}; x: what all horizontal axes are."""
+    pyplot = plotter()
+    with pyplot.rc_context(PAGE):
+        fig, axes = pyplot.subplot_mosaic(layout="constrained", **layout)
+        ends = {name: draw(axes[name]) for name, draw in panels.items()}
+        for ax in axes.values():
+            ax.set(**x)
+        # names decide how much room is left for a panel, its size where they must stand
+        for _ in range(2):
+            for name, ax in axes.items():
+                (put_names or label)(ax, ends[name])
+            fig.draw_without_rendering()
+        save(fig, path)
+
+
+# how arms look
 
 def look(i):
     """Colour and line style of arm i where no method decides."""
@@ -85,7 +150,7 @@ def looks(names):
     left = [look(i) for i in range(len(COLOURS) * len(STYLES))]
     left = [x for x in left if (x["color"], x["ls"]) not in own.values()]
     left = cycle(sorted(left, key=lambda x: x["color"] in used))
-    return {name: line(*own[name], thick=method(name) == "smd") if name in own else next(left)
+    return {name: line(*own[name], method(name) == "smd") if name in own else next(left)
             for name in names}
 
 
@@ -97,12 +162,14 @@ def by_method(arms):
     return arms if len({*methods}) < len(methods) else dict(zip(methods, arms.values()))
 
 
+# names at the ends of lines
+
 def places(wanted, gap, low, high):
     """Heights near the wanted ones, at least gap apart, in [low, high] if they fit: the
     nearest in least squares."""
-    order, blocks = sorted(range(len(wanted)), key=wanted.__getitem__), []
-    # less their n gaps, heights must only not fall: pool neighbours that do (isotonic
-    # regression)
+    order = sorted(range(len(wanted)), key=wanted.__getitem__)
+    blocks = []
+    # less their n gaps, heights must only not fall: pool neighbours that do (isotonic regression)
     for n, i in enumerate(order):
         blocks.append([wanted[i] - n * gap])
         while len(blocks) > 1 and fmean(blocks[-2]) > fmean(blocks[-1]):
@@ -120,23 +187,68 @@ def label(ax, ends):
     box, pt = ax.get_window_extent(), ax.figure.dpi / 72
     to_axes = ax.transData + ax.transAxes.inverted()
     points = [to_axes.transform(end) for _, _, end in ends]
-    heights = places([y for _, y in points], gap=8.5 * pt / box.height, low=0.01, high=0.97)
+    gap = 8.5 * pt / box.height
+    heights = places([y for _, y in points], gap, low=0.01, high=0.97)
     for (name, colour, _), point, y in zip(ends, points, heights):
-        line = dict(arrowstyle="-", color=colour, lw=0.5, shrinkA=0, shrinkB=2, relpos=(0, 0.5))
+        arrow = dict(arrowstyle="-", color=colour, lw=0.5, shrinkA=0, shrinkB=2,
+                     relpos=(0, 0.5))
         if point[0] < 0.9:  # far from the end of the axis it would look like a curve
-            line["ls"] = (0, (1, 3))
-        ax.annotate(name, xy=point, xytext=(1 + 16 * pt / box.width, y),
-                    xycoords="axes fraction", textcoords="axes fraction", fontsize=7.5,
-                    color=colour, va="center", annotation_clip=False, arrowprops=line,
+            arrow["ls"] = (0, (1, 3))
+        ax.annotate(name, xy=point, xytext=(1 + 16 * pt / box.width, y), fontsize=7.5,
+                    xycoords="axes fraction", textcoords="axes fraction", color=colour,
+                    va="center", annotation_clip=False, arrowprops=arrow,
                     parse_math=False)
 
 
-def curve(ax, arms, key, f=list, positive=False):
-    """A line for each arm: key, changed by f, mean over seeds. -> ends for `label`"""
+def beside(ax, ends):
+    """Write names beside dots, in the nearest place inside of the axes where no other name is and
+    as little as possible is drawn. ends: as for `label`"""
+    for old in list(ax.texts):
+        old.remove()
+    frame, pt = ax.get_window_extent(), ax.figure.dpi / 72
+    # the whole of a line, not its ends alone
+    paths = [ax.transData.transform_path(each.get_path().interpolated(20))
+             for each in ax.lines]
+    drawn = np.concatenate([path.vertices for path in paths])
+    around = [np.array([math.cos(x), math.sin(x)]) for x in np.arange(16) * math.pi / 8]
+    taken = []
+    for name, colour, end in ends:
+        arrow = dict(arrowstyle="-", color=colour, lw=0.7, ls=(0, (1, 1.5)), shrinkA=0,
+                     shrinkB=4)
+        text = ax.annotate(name, end, xytext=(0, 0), textcoords="offset points",
+                           color=colour, ha="center", va="center", parse_math=False,
+                           arrowprops=arrow)
+        here = text.get_window_extent().padded(2 * pt)
+
+        def way(move):
+            """Pixels of the line from the dot to the middle of the name."""
+            along = np.linspace(0, 1, 21)[:, None]
+            return (here.min + here.max) / 2 + along * move * pt
+
+        def cost(move):
+            box = here.translated(*(move * pt))
+            inside = frame.contains(*box.min) and frame.contains(*box.max)
+            crossed = sum(other.count_contains(way(move)) for other in taken)
+            return (not inside, box.count_overlaps(taken), crossed,
+                    box.padded(5 * pt).count_contains(drawn))
+
+        # in points; the first of those that are equally good
+        move = min((x * (far + here.size / pt / 2) for far in range(6, 100, 6)
+                    for x in around), key=cost)
+        text.set_position(move)
+        taken.append(here.translated(*(move * pt)))
+        drawn = np.concatenate([drawn, way(move)])
+
+
+# panels, by step
+
+def curve(ax, arms, key, f=list, positive=False, middle=fmean):
+    """A line for each arm: key, changed by f, the middle of seeds. -> ends for `label`"""
     ends = []
     for name, style in looks(arms).items():
         steps, values = over_seeds(arms[name], key, f)
-        points = [(s, y) for s, y in zip(steps, map(fmean, values)) if y > 0 or not positive]
+        points = [(step, y) for step, y in zip(steps, map(middle, values))
+                  if y > 0 or not positive]
         if points:
             ax.plot(*zip(*points), **style)
             ends.append((name, style["color"], points[-1]))
@@ -147,23 +259,25 @@ def spread_of(ax, arms, key, many=MANY_SEEDS):
     """Around the lines of `curve` each seed, or of many seeds the interval of their mean. -> what
     was drawn"""
     seeds = max(len(a["logs"]) for a in arms.values())
+    faint = 0.5 if len(arms) < 6 else 0.25
     for name, style in looks(arms).items():
         a, colour = arms[name], style["color"]
         steps, values = over_seeds(a, key)
         if seeds < many:
-            ax.plot(steps, values, color=colour, lw=0.6, alpha=0.5 if len(arms) < 6 else 0.25,
-                    zorder=1.5)
+            ax.plot(steps, values, color=colour, lw=0.6, alpha=faint, zorder=1.5)
         elif len(a["logs"]) > 1:
-            low, high = zip(*[(m - half, m + half) for m, half in map(interval, values)])
+            low, high = zip(*[(mean - half, mean + half)
+                              for mean, half in map(interval, values)])
             ax.fill_between(steps, low, high, color=colour, lw=0, alpha=0.12)
-    if seeds == 1:
-        return ""
-    return " (thin: single seeds)" if seeds < many else " (band: 95 % interval of the mean)"
+    if seeds >= many:
+        return " (band: 95 % interval of the mean)"
+    return " (thin: single seeds)" if seeds > 1 else ""
 
 
 def reward_limits(arms, keys):
     """Lowest and highest of an axis that shows all rewards; they may lie outside of 0 .. 1."""
-    rewards = [x for key in keys for a in arms.values() for s in series(a, key) for x in s] or [1]
+    rewards = [x for key in keys for a in arms.values()
+               for values in series(a, key) for x in values] or [1]
     lowest, highest = min(rewards), max(rewards)
     top = 1.1 * highest
     if highest <= 1:
@@ -174,18 +288,21 @@ def reward_limits(arms, keys):
 def draw_reward(ax, arms, cache, many=MANY_SEEDS):
     ends = curve(ax, arms, CACHES[cache])
     more = spread_of(ax, arms, CACHES[cache], many)
-    limits = reward_limits(arms, CACHES.values())  # of both panels, which are to be compared
+    # of both panels, which are to be compared
+    limits = reward_limits(arms, CACHES.values())
     ax.set(ylabel="held-out reward", ylim=limits, title=f"Served {cache}{more}")
     return ends
 
 
 def draw_gap(ax, arms, last=LAST):
-    ends = curve(ax, arms, "gap", partial(smooth, last=last), positive=True)  # 0 has no logarithm
+    averaged = partial(smooth, last=last)
+    ends = curve(ax, arms, "gap", averaged, positive=True)  # 0 has no logarithm
     ax.set(ylabel=f"nats, mean of {last} steps", yscale="log",
            title="Gap: mean |log-prob of learner - sampler|")
     ax.minorticks_off()
     low, high = ax.get_ylim()
-    wider = max(1, 10 * (low / high) ** 0.5)  # two powers of ten at least, so that one is named
+    # two powers of ten at least, so that one is named
+    wider = max(1, 10 * (low / high) ** 0.5)
     ax.set_ylim(low / wider, high * wider)
     return ends
 
@@ -206,22 +323,20 @@ def figure(arms, path):
     arms = {name: a for name, a in arms.items() if a["logs"]}
     if not arms:
         tell("no figure: no run has ended", sys.stderr)
-        return
-    try:
-        import matplotlib  # noqa: F401
-    except ImportError:
-        tell("no figure: it needs matplotlib (pip install matplotlib)", sys.stderr)
+    if not arms or not can_draw():
         return
     panels = dict(A=partial(draw_reward, arms=arms, cache="compressed"),
-                  B=partial(draw_reward, arms=arms, cache="dense"), C=partial(draw_gap, arms=arms))
+                  B=partial(draw_reward, arms=arms, cache="dense"),
+                  C=partial(draw_gap, arms=arms))
     # held-out acceptance, where logged, covers arms that replay one policy only
     logged = [key for key in ("eval_accept", "accept")
               if any(any(series(a, key)) for a in arms.values())]
     if logged:
         panels["D"] = partial(draw_acceptance, arms=arms, key=logged[0])
     height = max(6, 0.36 * len(arms))  # inches; labels need room
-    write_panels(path, panels, by_step(last_step(arms)), mosaic="AB;CD" if logged else "AB;CC",
-                 figsize=(9, height), height_ratios=(1.25, 1))
+    write_panels(path, panels, by_step(last_step(arms)),
+                 mosaic="AB;CD" if logged else "AB;CC", figsize=(9, height),
+                 height_ratios=(1.25, 1))
 
 
 def last_step(arms):
@@ -233,26 +348,6 @@ def by_step(steps):
     return dict(xlabel="step", xlim=(0, steps))
 
 
-def write_panels(path, panels, x, put_names=label, **layout):
-    """Write a PNG. panels: {letter of the mosaic: function that draws on axes and returns ends for
-    put_names}; x: what all horizontal axes are."""
-    import matplotlib
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-    with plt.rc_context(PAGE):
-        fig, axes = plt.subplot_mosaic(layout="constrained", **layout)
-        ends = {k: draw(axes[k]) for k, draw in panels.items()}
-        for ax in axes.values():
-            ax.set(**x)
-        # names decide how much room is left for a panel, its size where they must stand
-        for _ in range(2):
-            for k, ax in axes.items():
-                put_names(ax, ends[k])
-            fig.draw_without_rendering()
-        write_whole(path, lambda f: fig.savefig(f, dpi=200, format="png"))
-        plt.close(fig)
-
-
 # curves, dots and bases: for a page 800 px wide
 
 def two_panels(path, draw, x, **options):
@@ -261,8 +356,8 @@ def two_panels(path, draw, x, **options):
         ends = draw(ax, cache=cache, **options)
         ax.set(ylim=WHOLE)
         return ends
-    write_panels(path, dict(A=partial(panel, cache="compressed"), B=partial(panel, cache="dense")),
-                 x, mosaic="AB", figsize=(7, 3.1))
+    panels = dict(A=partial(panel, cache="compressed"), B=partial(panel, cache="dense"))
+    write_panels(path, panels, x, mosaic="AB", figsize=(7, 3.1))
 
 
 def draw_curves(arms, path):
@@ -271,42 +366,8 @@ def draw_curves(arms, path):
 
 def at_start(arms, cache):
     """Mean reward before training."""
-    return fmean(log[0][CACHES[cache]] for a in arms.values() for log in a["logs"].values())
-
-
-def beside(ax, ends):
-    """Write names beside dots, in the nearest place inside of the axes where no other name is and
-    as little as possible is drawn. ends: as for `label`"""
-    import numpy as np
-    for old in list(ax.texts):
-        old.remove()
-    frame, pt = ax.get_window_extent(), ax.figure.dpi / 72
-    drawn = np.concatenate([ax.transData.transform_path(each.get_path().interpolated(20)).vertices
-                            for each in ax.lines])  # the whole of a line, not its ends alone
-    taken = []
-    for name, colour, end in ends:
-        arrow = dict(arrowstyle="-", color=colour, lw=0.7, ls=(0, (1, 1.5)), shrinkA=0, shrinkB=4)
-        text = ax.annotate(name, end, xytext=(0, 0), textcoords="offset points", color=colour,
-                           ha="center", va="center", parse_math=False, arrowprops=arrow)
-        here = text.get_window_extent().padded(2 * pt)
-
-        def way(move):
-            """Pixels of the line from the dot to the middle of the name."""
-            return (here.min + here.max) / 2 + np.linspace(0, 1, 21)[:, None] * move * pt
-
-        def cost(move):
-            box = here.translated(*(move * pt))
-            inside = frame.contains(*box.min) and frame.contains(*box.max)
-            crossed = sum(other.count_contains(way(move)) for other in taken)
-            return (not inside, box.count_overlaps(taken), crossed,
-                    box.padded(5 * pt).count_contains(drawn))
-
-        around = [np.array([math.cos(x), math.sin(x)]) for x in np.arange(16) * math.pi / 8]
-        moves = [x * (far + here.size / pt / 2) for far in range(6, 100, 6) for x in around]
-        move = min(moves, key=cost)  # in points; the first of those that are equally good
-        text.set_position(move)
-        taken.append(here.translated(*(move * pt)))
-        drawn = np.concatenate([drawn, way(move)])
+    return fmean(log[0][CACHES[cache]]
+                 for a in arms.values() for log in a["logs"].values())
 
 
 def draw_both(ax, arms):
@@ -316,23 +377,25 @@ def draw_both(ax, arms):
     for name, style in looks(arms).items():
         seeds = [[*results(arms[name], key).values()] for key in CACHES.values()]
         middle = tuple(map(fmean, seeds))
-        dots = dict(color=style["color"], ls="", mew=0, zorder=style["zorder"])
-        ax.plot(*seeds, marker="o", ms=3.5, alpha=0.5, **dots)
-        ax.plot(*middle, marker="o", ms=6 + 1.5 * style["lw"], **dots)
+        dots = dict(color=style["color"], marker="o", ls="", mew=0,
+                    zorder=style["zorder"])
+        ax.plot(*seeds, ms=3.5, alpha=0.5, **dots)
+        ax.plot(*middle, ms=6 + 1.5 * style["lw"], **dots)
         if len(seeds[0]) > 1:
             (x, wide), (y, high) = map(interval, seeds)
             for cross in ([x - wide, x + wide], [y, y]), ([x, x], [y - high, y + high]):
                 ax.plot(*cross, color=style["color"], lw=0.8)
         ends.append((name, style["color"], middle))
     ax.set(ylabel="held-out reward, served dense", ylim=WHOLE, aspect="equal",
-           title="After training (small: single seeds; cross: 95 % intervals of the mean)")
+           title="After training (small: single seeds; cross: 95 % intervals of the "
+                 "mean)")
     return ends
 
 
 def draw_dots(arms, path):
     x = dict(xlabel="held-out reward, served compressed", xlim=WHOLE)
-    write_panels(path, dict(A=partial(draw_both, arms=arms)), x, put_names=beside, mosaic="A",
-                 figsize=(5, 5))
+    write_panels(path, dict(A=partial(draw_both, arms=arms)), x, put_names=beside,
+                 mosaic="A", figsize=(5, 5))
 
 
 def read_bases(folders):
@@ -352,13 +415,14 @@ def draw_ends(ax, bases, cache):
     points = [(x, at_start(arms, cache)) for x, arms in bases]
     ax.plot(*zip(*points), color=GREY, ls=DOTTED, marker="s", ms=4)
     ends = [(BEFORE, GREY, points[-1])]
-    for name, style in looks(dict.fromkeys(name for _, arms in bases for name in arms)).items():
+    names = dict.fromkeys(name for _, arms in bases for name in arms)
+    for name, style in looks(names).items():
         seeds = [(x, results(arms[name], CACHES[cache]).values())
                  for x, arms in bases if name in arms]
         points = [(x, fmean(values)) for x, values in seeds]
         ax.plot(*zip(*points), marker="o", ms=3 + style["lw"], **style)
-        ax.plot(*zip(*[(x, y) for x, values in seeds for y in values]), color=style["color"],
-                ls="", marker="o", ms=3, mew=0, alpha=0.5)
+        ax.plot(*zip(*[(x, y) for x, values in seeds for y in values]),
+                color=style["color"], ls="", marker="o", ms=3, mew=0, alpha=0.5)
         ends.append((name, style["color"], points[-1]))
     ax.set(ylabel="held-out reward after training",
            title=f"Served {cache} (small: single seeds)")
@@ -368,8 +432,9 @@ def draw_ends(ax, bases, cache):
 def draw_bases(bases, path):
     xs = [x for x, _ in bases]
     margin = max(0.02, 0.05 * (xs[-1] - xs[0]))
-    two_panels(path, draw_ends, dict(xlabel="dense reward of the base, before training",
-                                     xlim=(xs[0] - margin, xs[-1] + margin)), bases=bases)
+    x = dict(xlabel="dense reward of the base, before training",
+             xlim=(xs[0] - margin, xs[-1] + margin))
+    two_panels(path, draw_ends, x, bases=bases)
 
 
 def ended_arms(folder, names=()):
@@ -380,20 +445,22 @@ def ended_arms(folder, names=()):
 
 
 def main(argv=None):
-    a = Arguments(prog="curves", description="draw held-out rewards of arms under both caches")
+    a = Arguments(prog="curves", description="draw rewards of arms under both caches")
     a.add_argument("folder", help="logs, as ablate writes or keeps them")
-    a.add_argument("names", nargs="*", help="arms, else all; with --bases=True: more folders")
+    a.add_argument("names", nargs="*",
+                   help="arms, else all; with --bases=True: more folders")
     a.add_argument("--out", default="curves.png", help="a .png")
-    a.add_argument("--dots", default=False, type=bool, help="one reward against the other")
-    a.add_argument("--bases", default=False, type=bool, help="by the reward before training")
+    a.add_argument("--dots", default=False, type=bool, help="one reward by the other")
+    a.add_argument("--bases", default=False, type=bool, help="by the base's reward")
     a = a.parse_args(argv)
     with one_line_errors(ValueError, OSError):
         if a.dots and a.bases:
             raise ValueError("--dots and --bases are two figures: ask for one")
+        draw = draw_dots if a.dots else draw_curves
         if a.bases:
             draw, what = draw_bases, read_bases([a.folder, *a.names])
         else:
-            draw, what = draw_dots if a.dots else draw_curves, ended_arms(a.folder, a.names)
+            what = ended_arms(a.folder, a.names)
         check_out(a.out)
         draw(what, a.out)
         tell(f"picture written to {a.out}")

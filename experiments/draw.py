@@ -15,11 +15,13 @@ all of them and says what to look at.
     tiles        which tiles of one head the kernel computes, keys in row order and sorted
     acceptance   overlap of dense and sparse policy while arms train, from results/ceiling
 """
-import io
 import multiprocessing
 import os
 from concurrent.futures import ProcessPoolExecutor
-from statistics import median
+from functools import partial
+from itertools import groupby
+from math import nan
+from statistics import fmean, median
 
 import torch
 import torch.nn.functional as F
@@ -41,25 +43,47 @@ from support.screen import one_line_errors, tell
 
 ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 TINY = os.path.join(ROOT, "data", "tiny")
-BUDGET, WINDOW, SINKS = 24, 13, 2  # the window is the question; half the keys of the picture stay
-LAYER, HEAD = 3, 1                 # the head whose matrix is drawn
+# the window is the question; half the keys of the picture stay
+BUDGET, WINDOW, SINKS = 24, 13, 2
+LAYER, HEAD = 3, 1  # the head whose matrix is drawn
 
 # colours that differ in lightness too, from the palette of Okabe and Ito
-COLOURS = {"s": "#222222", "k": "#E69F00", "w": "#56B4E9", ".": "#D9D9D9", "r": "#009E73"}
-NAMES = {
-    "s": "sink",
-    "k": "chosen by votes",
-    "w": "window (the question)",
-    ".": "evicted after the prompt",
-    "r": "response",
+KINDS = {
+    "s": ("#222222", "sink"),
+    "k": (curves.ORANGE, "chosen by votes"),
+    "w": (curves.SKY, "window (the question)"),
+    ".": ("#D9D9D9", "evicted after the prompt"),
+    "r": (curves.GREEN, "response"),
 }
-CODE = "#D55E00"
-GREY = "#555555"
+CODE = curves.RED
+DARK, LIGHT = "#555555", "#888888"
+
+# prompts of four facts and a question: problem, samples and longest response, what is evicted
+EXAMPLES = {
+    "mask": (62, dict(group=2, max_new_tokens=5), Eviction(
+        method="snapkv", budget=BUDGET, window=WINDOW, sinks=SINKS)),
+    # one response is long enough to lose keys
+    "rows": (12, dict(group=2, max_new_tokens=9, seed=1), Eviction(
+        method="h2o", budget=24, window=1, sinks=1, response_budget=2, period=1)),
+    # a method that keeps scattered keys
+    "tiles": (52, dict(group=8, max_new_tokens=5), Eviction(
+        method="h2o", budget=24, window=1, sinks=1)),
+}
 
 
 def load():
     """The embedded checkpoint. -> model, tokenizer"""
     return Transformer.from_pretrained(TINY), Tokenizer(TINY)
+
+
+def example(net, tok, name):
+    """The rollout of a figure, one of EXAMPLES. -> Problem, ids, Rollout"""
+    index, settings, eviction = EXAMPLES[name]
+    encode = prompt_encoder(tok)
+    task = problem("kv", "eval", seed=0, index=index, tokens=52, encode=encode)
+    ids = encode(task.text)
+    return task, ids, generate(net, [ids], temperature=1.0, stop_ids=tok.stop_ids,
+                               eviction=eviction, **settings)
 
 
 def words(tok, ids):
@@ -106,9 +130,52 @@ def segments(P, lengths):
     for policy in ("dense", "shadow"):
         for g, n in enumerate(lengths):
             first = parts[-1][2]
-            parts.append((f"{policy} {g + 1}", first, first + n - 1))  # the last token is never fed
+            # the last token is never fed
+            parts.append((f"{policy} {g + 1}", first, first + n - 1))
     return parts
 
+
+# drawing
+
+def paint(ax, lines, kinds):
+    """A square per letter, a row per line, from the top; a blank stays empty. kinds: {letter:
+    (colour, name)}; ticks stand above and to the left, without a line."""
+    from matplotlib.colors import ListedColormap
+    number = {letter: i for i, letter in enumerate(kinds)}
+    cells = [[number.get(letter, nan) for letter in line] for line in lines]
+    ax.pcolormesh(cells, cmap=ListedColormap([colour for colour, _ in kinds.values()]),
+                  vmin=-0.5, vmax=len(kinds) - 0.5, edgecolors="white",
+                  linewidth=30 / len(lines))
+    ax.set(xticks=[], yticks=[], ylim=(len(lines), 0), frame_on=False)
+    ax.tick_params(length=0, pad=1, labeltop=True, labelbottom=False)
+
+
+def write(ax, x, y, text, **style):
+    ax.text(x, y, text, **dict(ha="center", va="center", fontsize=8) | style)
+
+
+def frame(x, y, width, height, **style):
+    from matplotlib.patches import Rectangle
+    return Rectangle((x, y), width, height, fill=False, **style)
+
+
+def heading(figure, x, title, note=""):
+    """At the top, from x, a share of the width."""
+    inch = 1 / figure.get_figheight()
+    figure.text(x, 1 - 0.3 * inch, title, fontsize=11, fontweight="bold")
+    figure.text(x, 1 - 0.52 * inch, note, fontsize=9)
+
+
+def legend(on, kinds, **place):
+    """kinds: (colour, name) of each; on: a figure or axes"""
+    from matplotlib.patches import Patch
+    handles = [Patch(facecolor=colour, edgecolor=colour, label=name)
+               for colour, name in kinds]
+    return on.legend(handles=handles, frameon=False, handlelength=1, handleheight=1, **{
+        "fontsize": 9, "loc": "lower center", "columnspacing": 2.5, **place})
+
+
+# mask: what is kept, what is seen
 
 def print_methods(net, tok):
     """What each method keeps of one prompt, a line per layer and KV head."""
@@ -133,147 +200,81 @@ def print_methods(net, tok):
     tell(" " * len("layer 0 head 0 ") + "".join(marks))
 
 
-def sampled(net, tok, index, **settings):
-    """Responses to a prompt of four facts and a question. settings: see `generate`.
-    -> Problem, ids, Rollout"""
-    encode = prompt_encoder(tok)
-    task = problem("kv", "eval", seed=0, index=index, tokens=52, encode=encode)
-    ids = encode(task.text)
-    return task, ids, generate(net, [ids], temperature=1.0, stop_ids=tok.stop_ids, **settings)
-
-
-def example(net, tok):
-    """The rollout of the picture: two samples. -> Problem, ids, Rollout"""
-    return sampled(net, tok, 62, group=2, max_new_tokens=5,
-                   eviction=Eviction("snapkv", budget=BUDGET, window=WINDOW, sinks=SINKS))
-
-
-def plotter():
-    """matplotlib's pyplot, without a screen."""
-    import matplotlib
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-    return pyplot
-
-
-def save(figure, path):
-    """As a PNG of 256 colours, 200 dots an inch: nine inches make twice the pixels of a page."""
-    from PIL import Image
-    whole = io.BytesIO()
-    figure.savefig(whole, dpi=200)
-    plotter().close(figure)
-    Image.open(whole).convert("RGB").quantize(256, dither=0).save(path, "PNG", optimize=True)
-
-
-def paint(ax, lines, colours=COLOURS):
-    """A square per letter, a row per line, from the top; a blank stays empty."""
-    from matplotlib.collections import PatchCollection
-    from matplotlib.patches import Rectangle
-    squares = []
-    fills = []
-    for y, line in enumerate(lines):
-        for x, letter in enumerate(line):
-            if letter != " ":
-                squares.append(Rectangle((x + 0.05, y + 0.05), 0.9, 0.9))
-                fills.append(colours[letter])
-    ax.add_collection(PatchCollection(squares, facecolors=fills, linewidths=0, antialiaseds=False))
-    ax.set(xlim=(0, len(lines[0])), ylim=(len(lines), 0))
-    ax.set_axis_off()
-
-
 def draw_cache(ax, texts, kept, code):
-    """A row per prompt token, a column per layer and KV head. kept (L, nkv, K), code: positions."""
-    L, nkv = kept.shape[:2]
-    P = len(texts)
-    columns = [kinds(positions.tolist(), P) for positions in kept.flatten(0, 1)]
-    paint(ax, ["".join(letters) for letters in zip(*columns)])
-    for y, word in enumerate(texts):
-        style = {"color": CODE, "fontweight": "bold"} if y in code else {}
-        ax.text(-0.4, y + 0.76, word, ha="right", fontsize=7.5, **style)
-    middle = (code[0] + code[-1] + 1) / 2
-    ax.text(-1.9, middle, "code", ha="right", va="center", fontsize=8, color=CODE)
-    for layer in range(L):
-        ax.text((layer + 0.5) * nkv, -1.4, f"layer {layer}", ha="center", fontsize=8)
-        for head in range(nkv):
-            x = layer * nkv + head + 0.5
-            ax.text(x, -0.35, str(head), ha="center", fontsize=8, color="#555555")
-        ax.plot([layer * nkv] * 2, [0, P], color="white", lw=3)
-    ax.text(-0.4, -0.35, "KV head", ha="right", fontsize=8, color="#555555")
-    x = LAYER * nkv + HEAD                                       # the head of the matrix, framed
-    ax.plot([x, x + 1, x + 1, x, x], [0, 0, P, P, 0], color="black", lw=1.6, clip_on=False)
+    """A row per prompt token, a column per layer and KV head. kept (L, nkv, K), code:
+    positions."""
+    P, nkv = len(texts), kept.shape[1]
+    columns = [kinds(positions, P) for positions in kept.flatten(0, 1).tolist()]
+    paint(ax, ["".join(letters) for letters in zip(*columns)], KINDS)
+    ax.set_yticks([y + 0.5 for y in range(P)], texts, fontsize=7.5)
+    for y in code:
+        ax.get_yticklabels()[y].set(color=CODE, fontweight="bold")
+    write(ax, -1.9, fmean(code) + 0.5, "code", ha="right", color=CODE)
+    for x in range(len(columns)):
+        write(ax, x + 0.5, -0.6, x % nkv, color=DARK)
+    write(ax, -0.4, -0.6, "KV head", ha="right", color=DARK)
+    for x in range(0, len(columns), nkv):
+        write(ax, x + nkv / 2, -1.7, f"layer {x // nkv}")
+        ax.axvline(x, color="white", lw=3)
+    ax.add_patch(frame(LAYER * nkv + HEAD, 0, 1, P, lw=1.6, zorder=3, clip_on=False))
 
 
 def draw_matrix(ax, until, kept, P, lengths):
     """The mask of one head. until (N,): lifetimes, kept: positions, lengths: of responses."""
     N = len(until)
     letters = kinds(kept, P).ljust(N, "r")
-    lines = []
-    for seen in visible(until[None])[0].tolist():    # (N, N)
-        lines.append("".join(letter if see else " " for letter, see in zip(letters, seen)))
-    paint(ax, lines)
+    paint(ax, ["".join(letter if see else " " for letter, see in zip(letters, seen))
+               for seen in visible(until[None])[0].tolist()], KINDS)
     parts = segments(P, lengths)
-    for name, first, last in parts:
-        ax.text(-0.7, (first + last) / 2, name, ha="right", va="center", fontsize=9)
-        ax.text(N + 0.5, first, first, va="center", fontsize=8, color="#555555")
-        ax.plot([0, N], [first, first], color="#888888", lw=0.8, clip_on=False)
-        ax.plot([first, first], [first and P, N], color="#888888", lw=0.8, clip_on=False)
-    ax.text(N + 0.5, N, N, va="center", fontsize=8, color="#555555")
-    ax.text(N + 0.5, -1.4, "row", va="center", fontsize=8, color="#555555")
-    ax.plot([0, N, N, 0, 0], [N, N, 0, 0, N], color="#888888", lw=0.8, clip_on=False)
+    names, firsts, lasts = zip(*parts)
+    ax.set_yticks([fmean(ends) for ends in zip(firsts, lasts)], names, fontsize=9)
+    ax.hlines([*firsts, N], 0, N, color=LIGHT, lw=0.8, clip_on=False)
+    ax.vlines([0, N], 0, N, color=LIGHT, lw=0.8, clip_on=False)
+    ax.vlines(firsts[1:], P, N, color=LIGHT, lw=0.8)
+    for row in [*firsts, N]:
+        write(ax, N + 0.5, row, row, ha="left", color=DARK)
+    write(ax, N + 0.5, -1.4, "row", ha="left", color=DARK)
     # the lifetimes, one number where neighbouring keys die together and are of one kind
-    starts = [first for _, first, _ in parts[1:]]
-    first = 0
-    for j in range(1, N + 1):
-        if j == N or letters[j] != letters[first] or j in starts:
-            if j - first > 1:  # there is no room below one column
-                ax.text((first + j) / 2, N + 1.7, int(until[first]), ha="center", fontsize=9)
-            first = j
-    ax.text(-0.7, N + 1.7, "until", ha="right", fontsize=9, fontweight="bold")
+    def kind(j):
+        return letters[j], sum(j >= first for first in firsts)
+
+    for run in (list(keys) for _, keys in groupby(range(N), kind)):
+        if len(run) > 1:  # there is no room below one column
+            write(ax, fmean(run) + 0.5, N + 1.4, int(until[run[0]]), fontsize=9)
+    write(ax, -0.7, N + 1.4, "until", ha="right", fontsize=9, fontweight="bold")
 
 
 def draw_picture(net, tok, path):
     """Write the picture to path; the right part is of the layer and KV head named above."""
-    pyplot = plotter()
-    task, ids, rollout = example(net, tok)
+    task, ids, rollout = example(net, tok, "mask")
     kept = rollout.kept[0]                                       # (L, nkv, K)
     until = pack(rollout).until[LAYER, HEAD]                     # (N,)
     lengths = rollout.lengths[0].tolist()
     P = len(ids)
-
-    width, height = 9.0, 7.3  # inches; 200 dots each make 1800 pixels, twice what a page shows
-    figure = pyplot.figure(figsize=(width, height))
-    left = figure.add_axes((0.9 / width, 0.9 / height, 1.75 / width, 5.45 / height))
-    right = figure.add_axes((3.45 / width, 0.9 / height, 5.25 / width, 5.45 / height))
+    figure, (left, right) = curves.plotter().subplots(
+        1, 2, figsize=(9, 7.3), width_ratios=(1.75, 5.25),
+        gridspec_kw=dict(left=0.1, right=0.966, bottom=0.123, top=0.87, wspace=0.23))
     draw_cache(left, words(tok, ids), kept, code_in(tok, task, ids))
     draw_matrix(right, until, kept[LAYER, HEAD].tolist(), P=P, lengths=lengths)
-
-    def write(x, y, text, **style):
-        figure.text(x / width, y / height, text, **style)
-
+    heading(figure, 0.011, f"Sampler: {kept.shape[2]} of {P} prompt keys stay",
+            "in every layer and KV head, each its own choice")
+    heading(figure, 0.383, f"Learner: what layer {LAYER}, KV head {HEAD} (framed) sees",
+            "a row per query, a column per key, coloured if the query sees the key")
     said = []
     for text in responses(tok, rollout):
         verdict = "right" if reward(task, text) == 1 else "wrong"
         said.append(f"{text.strip()} ({verdict})")
-    bold = {"fontsize": 11, "fontweight": "bold"}
-    write(0.1, 7.0, f"Sampler: {kept.shape[2]} of {P} prompt keys stay", **bold)
-    write(0.1, 6.78, "in every layer and KV head, each its own choice", fontsize=9)
-    write(3.45, 7.0, f"Learner: what layer {LAYER}, KV head {HEAD} (framed) sees", **bold)
-    meaning = "a row per query, a column per key, coloured if the query sees the key"
-    write(3.45, 6.78, meaning, fontsize=9)
-    _, shadow, _ = segments(P, lengths)[1 + len(lengths)]        # where the shadow copies begin
+    _, shadow, _ = segments(P, lengths)[1 + len(lengths)]  # where shadow copies begin
     note = (
         "One long sequence: the prompt once,\nthen each response twice.\n"
         f"Sample 1: {said[0]}; sample 2: {said[1]}.\n\n"
         "Dense copies see all prompt keys.\nShadow copies see what the sampler saw.\n\n"
         f"A key is seen in rows before its until:\nevicted ones die at row {shadow}."
     )
-    right.text(len(until) - 1, 2, note, ha="right", va="top", fontsize=9, linespacing=1.4)
-    x = 0.6
-    for letter, name in NAMES.items():
-        write(x, 0.2, "\u25a0", color=COLOURS[letter], fontsize=14)
-        write(x + 0.2, 0.22, name, fontsize=9)
-        x += 0.6 + 0.07 * len(name)
-    save(figure, path)
+    write(right, len(until) - 1, 2, note, ha="right", va="top", fontsize=9,
+          linespacing=1.4)
+    legend(figure, KINDS.values(), ncols=len(KINDS))
+    curves.save(figure, path)
 
 
 def mask(out):
@@ -286,6 +287,9 @@ def mask(out):
 
 
 # kept: the prompt as text
+
+LETTER = 0.602 * 10.5 / 72  # inches, of the monospaced font in its size
+
 
 def kept_codes(kept, code):
     """How many tokens of the code each layer and KV head keeps. kept (L, nkv, K), code: positions.
@@ -308,65 +312,58 @@ def text_lines(texts):
 
 def draw_text(ax, places, letters, code):
     """The prompt of one head, a box behind what it keeps. letters: see `kinds`."""
-    from matplotlib.patches import Rectangle
     for j, (x, y, text) in enumerate(places):
-        colour = {"s": "white", ".": GREY}.get(letters[j], "black")
+        ink = {"s": "white", ".": DARK}.get(letters[j], "black")
         if letters[j] != ".":
-            ax.add_patch(Rectangle((x, y + 0.04), len(text), 0.92, color=COLOURS[letters[j]], lw=0))
+            ax.barh(y + 0.5, len(text), 0.92, left=x, color=KINDS[letters[j]][0], lw=0)
         weight = "bold" if j in code else "normal"
-        ax.text(x, y + 0.52, text, family="monospace", fontsize=10.5, va="center", color=colour,
-                fontweight=weight)
-    boxes = [(places[j][0], len(places[j][2])) for j in code]
-    left, right = boxes[0][0], boxes[-1][0] + boxes[-1][1]
-    y = places[code[0]][1]
-    ax.add_patch(Rectangle((left, y + 0.04), right - left, 0.92, fill=False, color=CODE, lw=2,
-                           zorder=3))
+        write(ax, x, y + 0.52, text, ha="left", family="monospace", fontsize=10.5,
+              color=ink, fontweight=weight)
+    x, y, _ = places[code[0]]
+    wide = sum(len(places[j][2]) for j in code)
+    ax.add_patch(frame(x, y + 0.04, wide, 0.92, ec=CODE, lw=2, zorder=3))
 
 
 def draw_kept(path, texts, kept, code):
     """A panel for each layer and KV head. texts: of the tokens, kept (L, nkv, K)."""
     places = text_lines(texts)
-    columns = max(x + len(text) for x, _, text in places)
-    rows = max(y for _, y, _ in places) + 1
     L, nkv = kept.shape[:2]
-    width, height = 9.0, 1.2 + 1.5 * L
-    wide = columns * 0.602 * 10.5 / 72                           # inches; a letter is 0.602 em wide
-    figure = plotter().figure(figsize=(width, height))
+    height = 1.2 + 1.5 * L
+    figure, panels = curves.plotter().subplots(
+        L, nkv, squeeze=False, figsize=(9, height), gridspec_kw=dict(
+            left=0.017, right=1, top=1 - 0.78 / height, bottom=0.8 / height,
+            hspace=0.34))
     counts = kept_codes(kept, code)
-    for layer in range(L):
-        for head in range(nkv):
-            x, y = 0.15 + head * (wide + 0.9), height - 0.4 - 1.5 * (layer + 1)
-            ax = figure.add_axes((x / width, y / height, wide / width, 1.12 / height))
-            ax.set(xlim=(0, columns), ylim=(rows, 0))
-            ax.set_axis_off()
-            draw_text(ax, places, kinds(kept[layer, head].tolist(), len(texts)), code)
+    for layer, row in enumerate(panels):
+        for head, ax in enumerate(row):
             said = {0: "the code is gone", len(code): "keeps the code"}.get(
                 counts[layer][head], "keeps a part of the code")
-            ax.set_title(f"layer {layer}, KV head {head}: {said}", loc="left", fontsize=9.5,
-                         fontweight="bold", pad=3)
-    figure.text(0.15 / width, (height - 0.32) / height, f"What each head keeps: {kept.shape[2]} of "
-                f"{len(texts)} prompt keys", fontsize=12, fontweight="bold")
-    legend = [("\u25a0", COLOURS[letter], NAMES[letter]) for letter in "skw"]
-    legend += [("", GREY, "grey text: evicted"), ("\u25a1", CODE, "the code that is asked for")]
-    for (mark, colour, name), x in zip(legend, (0.15, 0.85, 2.3, 4.3, 6.5)):
-        figure.text(x / width, 0.25 / height, mark, color=colour, fontsize=14)
-        ink = "black"
-        if not mark:
-            ink = GREY
-        figure.text((x + 0.2) / width, 0.28 / height, name, fontsize=9.5, color=ink)
-    save(figure, path)
+            ax.set_title(f"layer {layer}, KV head {head}: {said}", loc="left", pad=3,
+                         fontsize=9.5, fontweight="bold")
+            ax.set(xlim=(0, ax.get_position().width * 9 / LETTER),
+                   ylim=(max(y for _, y, _ in places) + 1, 0))
+            ax.set_axis_off()
+            draw_text(ax, places, kinds(kept[layer, head].tolist(), len(texts)), code)
+    heading(figure, 0.017,
+            f"What each head keeps: {kept.shape[2]} of {len(texts)} prompt keys")
+    shown = legend(figure, [
+        *(KINDS[letter] for letter in "skw"), ("none", "grey text: evicted"),
+        (CODE, "the code that is asked for")], ncols=5)
+    shown.get_patches()[-1].set_facecolor("none")
+    curves.save(figure, path)
 
 
 def kept(out):
     """The prompt of `mask` as text."""
     net, tok = load()
-    task, ids, rollout = example(net, tok)
+    task, ids, rollout = example(net, tok, "mask")
     code = code_in(tok, task, ids)
     counts = sum(kept_codes(rollout.kept[0], code), [])
     whole, none = counts.count(len(code)), counts.count(0)
-    tell(f"{len(ids)} prompt keys; each head keeps {BUDGET}: {SINKS} sinks, {WINDOW} of the "
-         f"question, {BUDGET - SINKS - WINDOW} by votes\nof {len(counts)} heads {whole} keep the "
-         f"whole code, {none} nothing of it, {len(counts) - whole - none} a part")
+    tell(f"{len(ids)} prompt keys; each head keeps {BUDGET}: {SINKS} sinks, {WINDOW} "
+         f"of the question, {BUDGET - SINKS - WINDOW} by votes\n"
+         f"of {len(counts)} heads {whole} keep the whole code, {none} nothing of it, "
+         f"{len(counts) - whole - none} a part")
     if out:
         draw_kept(out, [tok.decode([token]) for token in ids], rollout.kept[0], code)
 
@@ -374,18 +371,13 @@ def kept(out):
 # rows: what lives how long
 
 BARS = {  # colour, name
-    "kept": ("#E69F00", "prompt key that the sampler keeps"),
-    "evicted": ("#CFCFCF", "prompt key that it evicts: dies where the shadow copies begin"),
-    "dense": ("#009E73", "response key in a dense copy: dies with its copy"),
-    "shadow": ("#0072B2", "response key in a shadow copy: dies with its copy"),
-    "gone": ("#000000", "response key that the sampler evicts: dies at that step"),
+    "kept": (curves.ORANGE, "prompt key that the sampler keeps"),
+    "evicted": ("#CFCFCF",
+                "prompt key that it evicts: dies where the shadow copies begin"),
+    "dense": (curves.GREEN, "response key in a dense copy: dies with its copy"),
+    "shadow": (curves.BLUE, "response key in a shadow copy: dies with its copy"),
+    "gone": (curves.BLACK, "response key that the sampler evicts: dies at that step"),
 }
-
-
-def example_rows(net, tok):
-    """Two samples of which one is long enough to lose keys. -> Problem, ids, Rollout"""
-    return sampled(net, tok, 12, group=2, max_new_tokens=9, seed=1, eviction=Eviction(
-        method="h2o", budget=24, window=1, sinks=1, response_budget=2, period=1))
 
 
 def bars(rollout, layer, head):
@@ -408,77 +400,65 @@ def bars(rollout, layer, head):
 def draw_bars(ax, keys, texts, parts):
     """A bar per key, its token to the left, sections above. parts: see `segments`."""
     N = len(keys)
+    edges = [first for _, first, _ in parts] + [N]
+    ax.vlines(edges[1:], 0, N, color="#999999", lw=0.8, zorder=0)
     for name, first, last in parts:
-        if first:
-            ax.axvline(first, color="#999999", lw=0.8, zorder=0)
-        ax.text((first + last) / 2, -1.9, name.replace(" ", "\n"), ha="center", va="center",
-                fontsize=9)
+        write(ax, (first + last) / 2, -1.9, name.replace(" ", "\n"), fontsize=9)
         for j in range(first, last):
             kind, dies = keys[j]
-            ax.barh(j + 0.5, dies - j, left=j, height=0.76, color=BARS[kind][0], lw=0)
-            ax.text(j - 0.3, j + 0.5, texts[j], ha="right", va="center", fontsize=8)
-            ax.text(N + 1.9, j + 0.5, dies, ha="right", va="center", fontsize=7.5, color=GREY)
+            ax.barh(j + 0.5, dies - j, 0.76, left=j, color=BARS[kind][0], lw=0)
+            write(ax, j - 0.3, j + 0.5, texts[j], ha="right")
+            write(ax, N + 1.9, j + 0.5, dies, ha="right", fontsize=7.5, color=DARK)
             if kind == "gone":
-                ax.plot([dies, last], [j + 0.5] * 2, color="black", lw=1, ls=":")
-    ax.axvline(N, color="#999999", lw=0.8, zorder=0)
-    ax.text(N + 1.9, -1, "until", ha="right", va="center", fontsize=9, color=GREY)
-    edges = [first for _, first, _ in parts] + [N]
+                ax.hlines(j + 0.5, dies, last, color="black", lw=1, ls=":")
+    write(ax, N + 1.9, -1, "until", ha="right", fontsize=9, color=DARK)
     ax.set(xlim=(-3, N + 2), ylim=(N, 0), xticks=edges, yticks=[])
+    ax.set_xlabel("row", fontsize=9)
     ax.tick_params(axis="x", labelsize=9, length=3)
-    for side in ("left", "right", "top"):
-        ax.spines[side].set_visible(False)
+    ax.spines[["left", "right", "top"]].set_visible(False)
 
 
 def rows(out):
     """The packed rows of a group and the lifetimes of its keys in one head."""
     net, tok = load()
-    task, ids, rollout = example_rows(net, tok)
+    task, ids, rollout = example(net, tok, "rows")
     keys = bars(rollout, LAYER, HEAD)
-    lengths = rollout.lengths[0].tolist()
-    parts = segments(len(ids), lengths)
+    parts = segments(len(ids), rollout.lengths[0].tolist())
     said = responses(tok, rollout)
     tell(f"{len(keys)} rows: " + ", ".join(f"{n} {a} to {b - 1}" for n, a, b in parts))
     tell(f"samples {said}, rewards {[reward(task, text) for text in said]}")
     tell(f"layer {LAYER}, KV head {HEAD}:")
-    for kind, (_, name) in BARS.items():
+    entries = []
+    for kind, (colour, name) in BARS.items():
         ends = [dies for what, dies in keys if what == kind]
         tell(f"{len(ends):3d} x {name}; until {sorted(set(ends))}")
+        entries.append((colour, f"{len(ends)} x {name}"))
     if out is None:
         return
-    texts = [text.replace("\u2423", "(space)") for text in words(tok, pack(rollout).ids.tolist())]
-    width, height = 9.0, 8.4
-    figure = plotter().figure(figsize=(width, height))
+    texts = [text.replace("\u2423", "(space)")
+             for text in words(tok, pack(rollout).ids.tolist())]
+    figure = curves.plotter().figure(figsize=(9.0, 8.4))
     ax = figure.add_axes((0.01, 0.06, 0.98, 0.82))
     draw_bars(ax, keys, texts, parts)
-    figure.text(0.015, 0.965, f"How long each key lives: layer {LAYER}, KV head {HEAD}",
-                fontsize=12, fontweight="bold")
-    figure.text(0.015, 0.94, "a bar per key, from its own row to its until; the query of row i "
-                "sees the keys whose bars cover i", fontsize=9)
-    for i, (kind, (colour, name)) in enumerate(BARS.items()):
-        ax.text(-2, 50 + 2.6 * i, "\u25a0", color=colour, fontsize=14, va="center")
-        count = sum(what == kind for what, _ in keys)
-        ax.text(0, 50 + 2.6 * i, f"{count} x {name}", fontsize=9, va="center")
-    for g, text in enumerate(said):
-        ax.text(0, 64 + 2.2 * g, f"sample {g + 1}:{text}", fontsize=9, va="center")
-    ax.set_xlabel("row", fontsize=9)
-    save(figure, out)
+    heading(figure, 0.015, f"How long each key lives: layer {LAYER}, KV head {HEAD}",
+            "a bar per key, from its own row to its until; the query of row i sees the "
+            "keys whose bars cover i")
+    entries += [("none", f"sample {g + 1}:{text}") for g, text in enumerate(said)]
+    legend(ax, entries, loc=(0.015, 0.08), labelspacing=1)
+    curves.save(figure, out)
 
 
 # tiles: what the kernel computes
 
-TILE_Q, TILE_K = 8, 4  # rows and keys of a tile; the kernel's are 16 times as large, both
+TILE_Q, TILE_K = 8, 4  # rows and keys of a tile, each a 16th of the kernel's
 ORDERS = "keys in row order", "keys sorted by until"
 PAIRS = {  # colour, name
-    "f": ("#0072B2", "seen, in a full tile: no mask"),
-    "p": ("#E69F00", "seen, in a partial tile: with a mask"),
+    "f": (curves.BLUE, "seen, in a full tile: no mask"),
+    "p": (curves.ORANGE, "seen, in a partial tile: with a mask"),
     "h": ("#DCDCDC", "not seen, computed and masked"),
 }
-
-
-def example_tiles(net, tok):
-    """Eight samples, and a method that keeps scattered keys. -> Problem, ids, Rollout"""
-    return sampled(net, tok, 52, group=8, max_new_tokens=5, eviction=Eviction(
-        method="h2o", budget=24, window=1, sinks=1))
+ABOVE = {True: ("#A0A0A0", "above: kept prompt key"),
+         False: ("black", "above: evicted prompt key")}
 
 
 def in_interpreter(f, *cases):
@@ -504,14 +484,17 @@ def list_tiles(case):
     until = torch.tensor(until, dtype=torch.int32)               # (heads, N)
     heads, N = until.shape
     plan = kernels.make_plan(until, backward=False)
-    born = torch.arange(plan.born.shape[1]).int().expand(heads, -1)  # (heads, nk * TILE_K)
+    keys = plan.born.shape[1]  # nk * TILE_K
+    born = torch.arange(keys).int().expand(heads, -1)            # (heads, nk * TILE_K)
     dies = F.pad(until, (0, born.shape[1] - N))                  # (heads, nk * TILE_K)
     dies = torch.where(dies > born, dies, 0)
     bounds = []
     for x in (born, dies):
-        bounds += x.unflatten(1, (-1, kernels.TILE_K)).aminmax(dim=2)  # (heads, nk) each
+        tiles = x.unflatten(1, (-1, kernels.TILE_K))         # (heads, nk, TILE_K)
+        bounds += tiles.aminmax(dim=2)                           # (heads, nk) each
     in_order, = kernels.tile_lists(bounds, N, 1, by_key=False)
-    return [(born.tolist(), grids(in_order)), (plan.born.tolist(), grids(plan.by_query))]
+    return [(born.tolist(), grids(in_order)),
+            (plan.born.tolist(), grids(plan.by_query))]
 
 
 def grids(listed):
@@ -537,11 +520,13 @@ def pairs(until, born, grid):
     """A line per query, a letter per key in the order of born: see PAIRS; blank where the tile is
     dead. until (N,). KeyError if a dead tile has a pair that is seen, a full one a hidden pair."""
     letters = {(2, True): "f", (1, True): "p", (1, False): "h", (0, False): " "}
-    seen = F.pad(visible(until[None])[0], (0, len(born) - len(until)))  # (N, keys)
+    seen = visible(until[None])[0]                   # (N, N)
+    seen = F.pad(seen, (0, len(born) - len(until)))              # (N, keys)
     lines = []
     for i, row in enumerate(seen[:, born].tolist()):
         met = grid[i // TILE_Q]
-        lines.append("".join(letters[met[c // TILE_K], see] for c, see in enumerate(row)))
+        lines.append("".join(letters[met[c // TILE_K], see]
+                             for c, see in enumerate(row)))
     return lines
 
 
@@ -549,21 +534,19 @@ def draw_tiles(ax, until, born, grid, stay):
     """One panel. until (N,), born: the order of keys, grid: of tiles, stay: is a prompt
     key kept?"""
     N, wide = len(until), len(born)
-    paint(ax, pairs(until, born, grid), {letter: colour for letter, (colour, _) in PAIRS.items()})
+    paint(ax, pairs(until, born, grid), PAIRS)
     ax.set(xlim=(-0.3, wide + 0.3), ylim=(N + 0.3, -4.5))
     for i, met in enumerate(grid):
         for c, tile in enumerate(met):
-            x, y = [c * TILE_K, (c + 1) * TILE_K], [i * TILE_Q, min((i + 1) * TILE_Q, N)]
-            style = {"color": "#D0D0D0", "lw": 0.5, "zorder": 2}
+            style = dict(ec="#D0D0D0", lw=0.5, zorder=2)
             if tile:
-                style = {"color": "black", "lw": 0.8, "zorder": 3}
-            ax.plot([x[0], x[1], x[1], x[0], x[0]], [y[0], y[0], y[1], y[1], y[0]], **style)
-    for c, j in enumerate(born):  # what each prompt key is, above the panel
-        if j < len(stay):
-            colour = "black"
-            if stay[j]:
-                colour = "#A0A0A0"
-            ax.plot([c + 0.1, c + 0.9], [-1.7] * 2, color=colour, lw=4, solid_capstyle="butt")
+                style = dict(ec="black", lw=0.8, zorder=3)
+            rows = min(TILE_Q, N - i * TILE_Q)
+            ax.add_patch(frame(c * TILE_K, i * TILE_Q, TILE_K, rows, **style))
+    columns = [c for c, j in enumerate(born) if j < len(stay)]
+    ax.hlines([-1.7] * len(columns), [c + 0.1 for c in columns],
+              [c + 0.9 for c in columns], lw=4,
+              colors=[ABOVE[stay[born[c]]][0] for c in columns])
 
 
 def print_tiles(cases, orders):
@@ -572,7 +555,8 @@ def print_tiles(cases, orders):
         tell(f"{name}, {len(until[0])} rows:")
         for order, (_, grid) in zip(ORDERS, listed):
             every, computed, full = counted(grid[head])
-            line = f"  {order}: {computed} of {every} tiles computed, {full} of them full"
+            line = (f"  {order}: {computed} of {every} tiles computed, {full} of "
+                    "them full")
             if len(grid) > 1:
                 _, computed, full = map(sum, zip(*map(counted, grid)))
                 line += f"; all {len(grid)} heads: {computed}, {full} full"
@@ -582,20 +566,23 @@ def print_tiles(cases, orders):
 def tiles(out):
     """Which tiles the kernel computes."""
     if kernels.triton is None:
-        raise ValueError("tiles are listed by the kernel's own code, which needs triton")
+        raise ValueError("tiles are listed by the kernel's code, which needs triton")
     net, tok = load()
-    _, _, rollout = example_tiles(net, tok)
+    _, _, rollout = example(net, tok, "tiles")
     until = pack(rollout).until.flatten(0, 1)                    # (L * nkv, N)
-    other = pack(example(net, tok)[2]).until.flatten(0, 1)       # (L * nkv, N)
+    other = pack(example(net, tok, "mask")[2]).until.flatten(0, 1)       # (L * nkv, N)
     torch.manual_seed(0)
     large = group_until(P=8192, G=8, R=256, budget=1024, nkv=1)
     head = LAYER * net.config.n_kv_head + HEAD
-    cases = [(f"tiles of {TILE_Q} x {TILE_K}, layer {LAYER}, KV head {HEAD}", until.tolist(), head),
-             ("the same of the rollout of mask", other.tolist(), head),
-             (f"tiles of {kernels.TILE_Q} x {kernels.TILE_K}, the kernel's; prompt 8192, 8 "
-              "responses of 256, 1024 keys kept at random", large.tolist(), 0)]
-    sizes = [(TILE_Q, TILE_K)] * 2 + [(kernels.TILE_Q, kernels.TILE_K)]
-    orders = in_interpreter(list_tiles, *((u, *size) for (_, u, _), size in zip(cases, sizes)))
+    small, tuned = (TILE_Q, TILE_K), (kernels.TILE_Q, kernels.TILE_K)
+    tile = "tiles of {} x {}".format
+    cases = [
+        (f"{tile(*small)}, layer {LAYER}, KV head {HEAD}", until.tolist(), head),
+        ("the same of the rollout of mask", other.tolist(), head),
+        (f"{tile(*tuned)}, the kernel's; prompt 8192, 8 responses of 256, 1024 keys "
+         "kept at random", large.tolist(), 0)]
+    orders = in_interpreter(list_tiles, *((each, *size) for (_, each, _), size
+                                          in zip(cases, (small, small, tuned))))
     print_tiles(cases, orders)
     if out is not None:
         mine = [(born[head], grid[head]) for born, grid in orders[0]]
@@ -606,29 +593,26 @@ def draw_orders(path, rollout, until, orders):
     """Both orders of the keys of one head, side by side. until (N,), orders: pairs born, grid."""
     P = len(rollout.prompts[0])
     stay = torch.isin(torch.arange(P), rollout.kept[0][LAYER, HEAD]).tolist()
-    figure = plotter().figure(figsize=(9.0, 5.4))
     parts = segments(P, rollout.lengths[0].tolist())
-    for i, (born, grid) in enumerate(orders):
-        x = 0.07 + 0.475 * i
-        ax = figure.add_axes((x, 0.12, 0.45, 0.75))
+    sections = []  # of the rows: all copies of a policy
+    for policy in ("prompt", "dense", "shadow"):
+        mine = [part for part in parts if part[0].startswith(policy)]
+        sections.append((policy, mine[0][1], mine[-1][2]))
+    names, firsts, lasts = zip(*sections)
+    figure, panels = curves.plotter().subplots(
+        1, 2, figsize=(9, 5.4), gridspec_kw=dict(
+            left=0.07, right=0.995, bottom=0.12, top=0.87, wspace=0.06))
+    for ax, order, (born, grid) in zip(panels, ORDERS, orders):
         draw_tiles(ax, until, born, grid=grid, stay=stay)
+        ax.set_yticks([fmean(ends) for ends in zip(firsts, lasts)], names, rotation=90,
+                      va="center", fontsize=8)
+        ax.vlines([-0.9] * 3, [x + 0.4 for x in firsts], [x - 0.4 for x in lasts],
+                  color=DARK, lw=1.5, clip_on=False)
         every, computed, full = counted(grid)
-        figure.text(x, 0.955, ORDERS[i].capitalize(), fontsize=11, fontweight="bold")
-        figure.text(x, 0.915, f"{computed} of {every} tiles computed, {full} of them without a "
-                    "mask", fontsize=9)
-        for policy in ("prompt", "dense", "shadow"):
-            mine = [part for part in parts if part[0].startswith(policy)]
-            first, last = mine[0][1], mine[-1][2]
-            ax.plot([-0.9] * 2, [first + 0.4, last - 0.4], color=GREY, lw=1.5, clip_on=False)
-            ax.text(-2, (first + last) / 2, policy, ha="right", va="center", rotation=90,
-                    fontsize=8)
-    legend = [*PAIRS.values(), ("black", "above: evicted prompt key"),
-              ("#A0A0A0", "above: kept prompt key")]
-    places = (0.045, 0.065), (0.3, 0.065), (0.6, 0.065), (0.045, 0.02), (0.3, 0.02)
-    for (colour, name), (x, y) in zip(legend, places):
-        figure.text(x, y - 0.005, "\u25a0", color=colour, fontsize=13)
-        figure.text(x + 0.02, y, name, fontsize=9)
-    save(figure, path)
+        heading(figure, ax.get_position().x0, order.capitalize(),
+                f"{computed} of {every} tiles computed, {full} of them without a mask")
+    legend(figure, [*PAIRS.values(), *ABOVE.values()], ncols=3)
+    curves.save(figure, path)
 
 
 # acceptance: both policies while arms train
@@ -643,37 +627,26 @@ def acceptance(out):
     arms = load_logs(ARMS, SHOWN)
     for name, a in arms.items():
         for key, what in OVERLAP.items():
-            tell(f"{name}, {len(a['logs'])} seeds, {what} of tokens, by step: median (lowest to "
-                 "highest seed)")
-            tell("  " + ", ".join(f"{step}: {median(x):.3f} ({min(x):.3f} to {max(x):.3f})"
-                                  for step, x in zip(*over_seeds(a, key))))
+            tell(f"{name}, {len(a['logs'])} seeds, {what} of tokens, by step: median "
+                 "(lowest to highest seed)")
+            tell("  " + ", ".join(
+                f"{step}: {median(x):.3f} ({min(x):.3f} to {max(x):.3f})"
+                for step, x in zip(*over_seeds(a, key))))
     if out is None:
         return
-    pyplot = plotter()
-    with pyplot.rc_context(curves.PAGE):
-        figure, panels = pyplot.subplots(1, 2, figsize=(9, 3.9), layout="constrained")
-        for ax, (key, what) in zip(panels, OVERLAP.items()):
-            thin = curves.spread_of(ax, arms, key)
-            ax.set(xlabel="step", xlim=(0, 100), title=f"{what.capitalize()} of tokens{thin}")
-        panels[0].set(ylabel="held-out acceptance")
-        panels[1].set(ylabel="held-out acceptance, logarithmic", yscale="log")
-        panels[1].set_yticks([0.001, 0.01, 0.1], ["0.001", "0.01", "0.1"])
-        for _ in range(2):  # labels decide how much room is left, its height where they stand
-            for ax, key in zip(panels, OVERLAP):
-                curves.label(ax, draw_medians(ax, arms, key))
-            figure.draw_without_rendering()
-        save(figure, out)
 
+    def panel(ax, key, **axis):
+        thin = curves.spread_of(ax, arms, key)
+        ends = curves.curve(ax, arms, key, middle=median)
+        ax.set(title=f"{OVERLAP[key].capitalize()} of tokens{thin}", **axis)
+        ax.yaxis.set_major_formatter("{x:g}")
+        return ends
 
-def draw_medians(ax, arms, key):
-    """A line for each arm, the median of its seeds. -> ends for `curves.label`"""
-    ends = []
-    for name, style in curves.looks(arms).items():
-        steps, values = over_seeds(arms[name], key)
-        middle = [*map(median, values)]
-        ax.plot(steps, middle, **style)
-        ends.append((name, style["color"], (steps[-1], middle[-1])))
-    return ends
+    said = "held-out acceptance"
+    panels = dict(A=partial(panel, key="eval_accept", ylabel=said),
+                  B=partial(panel, key="eval_accept_p05", yscale="log",
+                            ylabel=f"{said}, logarithmic"))
+    curves.write_panels(out, panels, curves.by_step(100), mosaic="AB", figsize=(9, 3.9))
 
 
 FIGURES = {f.__name__: f for f in (mask, kept, rows, tiles, acceptance)}
@@ -682,7 +655,7 @@ FIGURES = {f.__name__: f for f in (mask, kept, rows, tiles, acceptance)}
 def main(argv=None):
     a = Arguments(prog="draw", description="print the numbers of a figure, or draw it")
     a.add_argument("figure", nargs="?", choices=[*FIGURES], default="mask",
-                   help="mask, of all methods if it is printed; " + ", ".join([*FIGURES][1:]))
+                   help="what the text at the head of this file lists")
     a.add_argument("--out", type=os.path.expanduser,
                    help="a .png to draw to; without it, lines of text")
     a = a.parse_args(argv)

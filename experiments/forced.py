@@ -32,7 +32,7 @@ from run.learn import micro_batches
 from run.settings import eviction_of_evaluation
 from run.start import problems_of
 from support.configurator import Arguments
-from support.run import choose_device
+from support.run import choose_device, write_text
 from support.screen import one_line_errors, tell
 
 BINS = ((0, 0), (1, 2), (3, 5), (6, 8))  # heads that kept a code
@@ -46,8 +46,8 @@ def gold(net, tok, problems, c, n):
                  eviction=eviction_of_evaluation(c), stop_ids=tok.stop_ids)
     answers = [[*tok.encode(" " + p.answer), tok.stop_ids[0]] for p in batch]
     if {len(a) for a in answers} != {c.max_new_tokens} or c.response_budget:
-        raise ValueError(f"task {c.task}: answers of {c.max_new_tokens} tokens are needed, and "
-                         "responses whose keys are not evicted")
+        raise ValueError(f"task {c.task}: answers of {c.max_new_tokens} tokens are "
+                         "needed, and responses whose keys are not evicted")
     tokens = torch.tensor(answers, device=net.device)[:, None]            # (n, 1, R)
     full = torch.full_like(r.lengths, c.max_new_tokens)
     return batch, replace(r, tokens=tokens, lengths=full,
@@ -58,9 +58,10 @@ def heads_with_code(kept, prompt, tok, key):
     """In how many heads both tokens of a key's code were kept. kept: of this prompt."""
     name, = tok.encode(f" {key}")
     is_ = tok.encode(" is")[0]
-    at, = [i for i in range(len(prompt) - 1) if prompt[i] == name and prompt[i + 1] == is_]
+    at, = [i for i, pair in enumerate(zip(prompt, prompt[1:])) if pair == (name, is_)]
     heads = [set(positions.tolist()) for layer in kept for positions in layer]
-    return sum({at + 3, at + 4} <= head for head in heads)  # name, " is", " ", code, code
+    # name, " is", " ", code, code
+    return sum({at + 3, at + 4} <= head for head in heads)
 
 
 def measure(folder, c, n):
@@ -78,9 +79,10 @@ def measure(folder, c, n):
              for kept, prompt, p in zip(r.kept, r.prompts, batch)]
     for cache, policy in (("compressed", "shadow"), ("dense", "dense")):
         p = torch.cat([out[policy] for out in outs])[:, 0].exp()          # (n, R)
-        pairs = p[:, :-1].view(n, -1, 4)                                  # (n, codes, 4)
+        pairs = p[:, :-1].view(n, -1, 4)                                 # (n, codes, 4)
         code = pairs[..., 2] * pairs[..., 3]                              # (n, codes)
-        kinds[cache] = dict(order=pairs[:, 1:, 0].mean().item(), form=pairs[..., 1].mean().item(),
+        kinds[cache] = dict(order=pairs[:, 1:, 0].mean().item(),
+                            form=pairs[..., 1].mean().item(),
                             codes=code.mean().item(), end=p[:, -1].mean().item(),
                             answer=p.prod(1).mean().item())
         flat = [(h, x) for hs, xs in zip(heads, code.tolist()) for h, x in zip(hs, xs)]
@@ -112,8 +114,7 @@ def main():
                                in carried[cache].items() if k)
                 tell(f"  {cache:10}  {text} | codes by heads that kept them: {by}")
         if a.out:
-            with open(a.out, "w", encoding="utf-8") as f:
-                json.dump(found, f, indent=1)
+            write_text(a.out, json.dumps(found, indent=1))
 
 
 if __name__ == "__main__":

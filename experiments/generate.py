@@ -29,11 +29,34 @@ from support.jsonfile import parse_object, read_json, shown
 from support.run import choose_device, is_of_a_run
 from support.screen import one_line_errors, tell
 
-TINY = os.path.join(os.path.dirname(os.path.dirname(os.path.abspath(__file__))), "data", "tiny")
-RANGES = dict(group=(1, 10**6), max_new_tokens=(1, 10**9), temperature=(0, 100), seed=(0, 2**40))
-
-OF_A_RUN = ("evict", "budget", "spread", "window", "sinks", "pool", "pool_by", "response_budget",
-            "period", "template", "raw_text", "control_tokens", "shots")
+ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
+OPTIONS = {  # default, help
+    "model": (os.path.join(ROOT, "data", "tiny"), "a folder or a hub name"),
+    "system": ("", "what a system message says before the prompt"),
+    "template": ("", 'arguments for the chat template: {"enable_thinking": false}'),
+    "raw_text": (False, "prompt without chat template"),
+    "control_tokens": (False, "with raw_text: text that spells a control token is one"),
+    "device": ("auto", "auto: cuda if there is one; cpu (float32), cuda:N (bfloat16)"),
+    "group": (1, "samples"),
+    "max_new_tokens": (64, "longest response"),
+    "temperature": (0.0, "0: greedy"),
+    "seed": (0, "of the sampling"),
+    "evict": ("snapkv", "eviction method"),
+    "budget": (256, "prompt keys kept per layer and KV head"),
+    "spread": ("uniform", "of the budget over layers and KV heads"),
+    "window": (32, "last tokens, whose attention votes"),
+    "sinks": (4, "first tokens, which are always kept"),
+    "pool": (7, "width over which votes are pooled, odd"),
+    "pool_by": ("max", "of neighbouring votes"),
+    "response_budget": (0, "response keys kept; 0: all"),
+    "period": (128, "steps between evictions of these"),
+}
+CHOICES = dict(evict=list(EVICT), spread=list(SPREAD), pool_by=list(POOL))
+RANGES = dict(group=(1, 10**6), max_new_tokens=(1, 10**9), temperature=(0, 100),
+              seed=(0, 2**40))
+OF_A_RUN = ("evict", "budget", "spread", "window", "sinks", "pool", "pool_by",
+            "response_budget", "period", "template", "raw_text", "control_tokens",
+            "shots")
 
 
 def arguments(argv=None):
@@ -41,38 +64,19 @@ def arguments(argv=None):
     many examples its prompts began with."""
     a = Arguments(prog="generate", description="generate under a compressed KV cache")
     a.add_argument("--prompt", required=True, help="what the user says")
-    a.add_argument("--model", default=TINY, type=os.path.expanduser, help="a folder or a hub name")
-    a.add_argument("--system", default="", help="what a system message says before the prompt")
-    a.add_argument("--template", default="",
-                   help='more arguments for the chat template: {"enable_thinking": false}')
-    a.add_argument("--raw_text", default=False, type=bool, help="prompt without chat template")
-    a.add_argument("--control_tokens", default=False, type=bool,
-                   help="with raw_text: text that spells a control token is that token")
-    a.add_argument("--device", default="auto",
-                   help="auto: cuda if there is one; cpu (float32), cuda or cuda:N (bfloat16)")
-    a.add_argument("--group", default=1, type=int, help="samples")
-    a.add_argument("--max_new_tokens", default=64, type=int, help="longest response")
-    a.add_argument("--temperature", default=0.0, type=float, help="0: greedy")
-    a.add_argument("--seed", default=0, type=int, help="of the sampling")
-    a.add_argument("--evict", default="snapkv", choices=list(EVICT), help="eviction method")
-    a.add_argument("--budget", default=256, type=int,
-                   help="prompt keys kept per layer and KV head")
-    a.add_argument("--spread", default="uniform", choices=list(SPREAD),
-                   help="of the budget over layers and KV heads")
-    a.add_argument("--window", default=32, type=int, help="last tokens, whose attention votes")
-    a.add_argument("--sinks", default=4, type=int, help="first tokens, which are always kept")
-    a.add_argument("--pool", default=7, type=int, help="width over which votes are pooled, odd")
-    a.add_argument("--pool_by", default="max", choices=list(POOL), help="of neighbouring votes")
-    a.add_argument("--response_budget", default=0, type=int, help="response keys kept; 0: all")
-    a.add_argument("--period", default=128, type=int, help="steps between evictions of these")
+    for key, (default, text) in OPTIONS.items():
+        kind = os.path.expanduser if key == "model" else type(default)
+        a.add_argument(f"--{key}", default=default, type=kind, choices=CHOICES.get(key),
+                       help=text)
     a.set_defaults(shots=0)  # a run's alone
     asked = a.parse_args(argv)
     found = settings_of_run(asked.model, defaults=vars(asked))
     a.set_defaults(**found)
     asked = a.parse_args(argv)
-    asked.of_the_run = " ".join(f"--{key}={value}" for key, value in found.items()
-                                if value is not False and value != "" and key != "shots"
-                                and getattr(asked, key) == value)
+    asked.of_the_run = " ".join(
+        f"--{key}={value}" for key, value in found.items()
+        if value is not False and value != "" and key != "shots"
+        and getattr(asked, key) == value)
     return asked
 
 
@@ -82,8 +86,7 @@ def settings_of_run(model, defaults):
     path = os.path.join(os.path.dirname(os.path.abspath(model)), "config.json")
     if not os.path.isdir(model) or not is_of_a_run(path):
         return {}
-    choices = dict(evict=list(EVICT), spread=list(SPREAD), pool_by=list(POOL))
-    return {key: check(key, value, path, defaults, choices=choices)
+    return {key: check(key, value, path, defaults, choices=CHOICES)
             for key, value in read_json(path).items() if key in OF_A_RUN}
 
 
@@ -100,23 +103,26 @@ def asked(a, tok):
 def run(a):
     """-> lines to print. Raises ValueError and OSError."""
     check_ranges(a, RANGES)
-    eviction = Eviction(method=a.evict, budget=a.budget, spread=a.spread, window=a.window,
-                        sinks=a.sinks, pool=a.pool, pool_by=a.pool_by, period=a.period,
-                        response_budget=a.response_budget or None)
+    eviction = Eviction(
+        method=a.evict, budget=a.budget, spread=a.spread, window=a.window,
+        sinks=a.sinks, pool=a.pool, pool_by=a.pool_by, period=a.period,
+        response_budget=a.response_budget or None)
     a.dtype = "float32"
     choose_device(a)
     if a.device.startswith("cuda"):
         a.dtype = "bfloat16"
     folder = find_checkpoint(a.model)
     tok = Tokenizer(folder)
-    net = Transformer.from_pretrained(folder, device=a.device, dtype=getattr(torch, a.dtype))
+    dtype = getattr(torch, a.dtype)
+    net = Transformer.from_pretrained(folder, device=a.device, dtype=dtype)
     net.use_tokens(len(tok), tok.absent)
-    encode = prompt_encoder(tok, parse_object(a.template or "{}", "template"), raw=a.raw_text,
-                            control=a.control_tokens)
+    template = parse_object(a.template or "{}", "template")
+    encode = prompt_encoder(tok, template, raw=a.raw_text, control=a.control_tokens)
     ids = encode(asked(a, tok))
     if len(ids) + a.max_new_tokens > net.config.max_pos:
-        raise ValueError(f"a prompt of {len(ids)} tokens and max_new_tokens={a.max_new_tokens} "
-                         f"exceed the model's context of {net.config.max_pos}")
+        raise ValueError(f"a prompt of {len(ids)} tokens and "
+                         f"max_new_tokens={a.max_new_tokens} exceed the model's "
+                         f"context of {net.config.max_pos}")
     r = generate(net, [ids], a.group, a.max_new_tokens, temperature=a.temperature,
                  eviction=eviction, stop_ids=tok.stop_ids, seed=a.seed)
     texts = [tok.decode(tokens[:n])
@@ -125,8 +131,8 @@ def run(a):
     if a.of_the_run:
         texts.insert(0, f"[as in the run that saved it: {a.of_the_run}]")
     if a.shots:
-        texts.insert(0, f"[{a.shots} answered examples stood before each prompt of the run that "
-                     f"saved it (--shots={a.shots}), none stand here]")
+        texts.insert(0, f"[{a.shots} answered examples stood before each prompt of the "
+                     f"run that saved it (--shots={a.shots}), none stand here]")
     return [*texts, f"[{len(ids)} prompt tokens, {kept:.5g} kept per layer and KV head "
             f"({a.evict}); KV bytes {r.kv['kept']:,}, dense {r.kv['dense']:,}]"]
 

@@ -12,7 +12,7 @@ import os
 import re
 from statistics import fmean
 
-from support.jsonfile import entry, read_json, shown
+from support.jsonfile import check_shape, entry, read_json, shown
 from support.run import write_text
 
 LAST = 10  # steps over which noisy numbers are averaged
@@ -20,6 +20,7 @@ COMPARE = "--compare"  # in settings.json, beside the names of arms
 CACHES = {"compressed": "eval_compressed", "dense": "eval_dense"}
 MANY_SEEDS = 8  # from here on single seeds are not shown
 MOST = dict(tested=4, margins=2)  # comparisons that may be named
+SETTINGS = {"args": str, "seeds": [int], "steps?": int, "start?": str}  # of an arm
 
 
 def folder(name):
@@ -31,11 +32,13 @@ def parse_compare(text):
     -0.02)]; no name of an arm has a slash. Raises ValueError."""
     found, rest = [], text + ","
     while rest:
-        match = re.match(r"([^/]+)/([^/]+)/(compressed|dense)(?:>(-?\d*\.?\d+))?,", rest)
+        match = re.match(
+            r"([^/]+)/([^/]+)/(compressed|dense)(?:>(-?\d*\.?\d+))?,", rest)
         if not match or match[1] == match[2]:
-            raise ValueError(f"compare {shown(rest[:-1])}: write ARM/OTHER/compressed or "
-                             "ARM/OTHER/dense, for a margin with >NUMBER behind it, several joined "
-                             "by commas")
+            raise ValueError(
+                f"compare {shown(rest[:-1])}: write ARM/OTHER/compressed or "
+                "ARM/OTHER/dense, for a margin with >NUMBER behind it, several joined by "
+                "commas")
         one, other, cache, margin = match.groups()
         found.append((one, other, cache, float(margin) if margin else None))
         rest = rest[match.end():]
@@ -77,17 +80,21 @@ def check_row(row):
     """Raise ValueError if the row of a log, old or new, full or compact, cannot be counted."""
     if not isinstance(row, dict):
         raise ValueError("not an object of train.py's log")
-    for key in KEPT[1:] + KV + ("peak_gb", "rollout_s", "learn_s"):
+    named = [key for key in row if key.startswith(NAMED)]
+    for key in (*KEPT[1:], *KV, "peak_gb", "rollout_s", "learn_s", *named):
         x = row.get(key, 0)
         if type(x) not in (int, float) or not abs(x) < 1e300:  # nor NaN
             raise ValueError(f"{key} must be a finite number, got {x!r:.40}")
-    if type(row.get("step")) is not int or row["step"] < 0:
-        raise ValueError(f"step must be a whole number from 0, got {row.get('step')!r:.40}")
+    step = row.get("step")
+    if type(step) is not int or step < 0:
+        raise ValueError(f"step must be a whole number from 0, got {step!r:.40}")
     kind, need = "eval", ("eval_compressed", "eval_dense")
     if "reward" in row:
-        kind, need = "step", ("seconds",) if "seconds" in row else ("rollout_s", "learn_s")
+        kind = "step"
+        need = ("seconds",) if "seconds" in row else ("rollout_s", "learn_s")
     if row.get("kind", kind) != kind:  # old logs do not name it
-        raise ValueError(f"kind must be step with a reward, eval without, got {row['kind']!r:.40}")
+        raise ValueError("kind must be step with a reward, eval without, got "
+                         f"{row['kind']!r:.40}")
     if not row.keys() >= {*need}:
         raise ValueError(f"a row of kind {kind} needs {', '.join(need)}")
 
@@ -103,12 +110,13 @@ def ended(log, steps=None):
     return not steps or len(done) == steps
 
 
-KEPT = ("kind", "step", "reward", "loss", "kl", "gap", "gap_max", "weight", "rejected", "accept",
-        "accept_p05", "entropy", "equal", "truncated", "tokens", "length", "grad_norm", "lr",
-        "problems", "eval_compressed", "eval_dense", "eval_accept", "eval_accept_p05",
-        "eval_length", "eval_length_dense", "seconds")
+KEPT = ("kind", "step", "reward", "loss", "kl", "gap", "gap_max", "weight", "rejected",
+        "accept", "accept_p05", "entropy", "equal", "truncated", "tokens", "length",
+        "grad_norm", "lr", "problems", "eval_compressed", "eval_dense", "eval_accept",
+        "eval_accept_p05", "eval_length", "eval_length_dense", "seconds")
 KV = ("kv_kept", "kv_dense", "kv_dense_shared")  # of the last step only
-NAMED = ("reward_", "eval_compressed_", "eval_dense_")  # by a reward function of one's own
+# what a reward function of one's own named
+NAMED = ("reward_", "eval_compressed_", "eval_dense_")
 
 
 def compact(log):
@@ -116,14 +124,16 @@ def compact(log):
     it is."""
     steps, out = [r for r in log if "reward" in r], []
     for r in log:
-        row = {k: r[k] for k in (*KEPT, *r) if k in r and (k in KEPT or k.startswith(NAMED))}
+        row = {k: r[k] for k in KEPT if k in r}
+        row |= {k: x for k, x in r.items() if k.startswith(NAMED)}
         if "learn_s" in r:
             row["seconds"] = r["rollout_s"] + r["learn_s"]
         if r is steps[-1]:
             row |= {k: x for k, x in r.items() if k.startswith("kv_")}
             if "peak_gb" in r:  # a resumed run counts its peak anew
                 row["peak_gb"] = max(s.get("peak_gb", 0) for s in steps)
-        out.append({k: float(f"{x:.6g}") if isinstance(x, float) else x for k, x in row.items()})
+        out.append({k: float(f"{x:.6g}") if isinstance(x, float) else x
+                    for k, x in row.items()})
     return out
 
 
@@ -133,11 +143,11 @@ def recorded(where):
     arms = read_json(file, {})
     arms.pop(COMPARE, None)
     for name, a in arms.items():
-        if not (isinstance(a, dict) and type(a.get("args")) is type(a.get("start", "")) is str
-                and type(a.get("steps", "")) in (int, type(None)) and type(a.get("seeds")) is list
-                and all(type(seed) is int for seed in a["seeds"])):
-            raise ValueError(f"{file}: {shown(name)} needs args (text), "
-                             "seeds (a list of ints), steps (an int or null), start (text)")
+        try:
+            check_shape(a, SETTINGS, "arm")
+        except ValueError as e:
+            raise ValueError(f"{file}: {shown(name)}: {e}") from None
+        a.setdefault("steps", None)
     return arms
 
 
@@ -173,9 +183,11 @@ def find_logs(where):
     -> {the arm's folder: {seed: path}}, sorted by path"""
     inside, found = glob.escape(where), {}
     paths = [path for pattern in ("*/*/log.jsonl", "*-*.jsonl")
-             for path in glob.glob(os.path.join(inside, pattern)) if os.path.isfile(path)]
+             for path in glob.glob(os.path.join(inside, pattern))
+             if os.path.isfile(path)]
+    number = "(0|[1-9][0-9]*)"
     for path in sorted(os.path.relpath(p, where).replace(os.sep, "/") for p in paths):
-        match = re.fullmatch(r"([^/]+)(?:/(0|[1-9][0-9]*)/log|-(0|[1-9][0-9]*))\.jsonl", path)
+        match = re.fullmatch(rf"([^/]+)(?:/{number}/log|-{number})\.jsonl", path)
         if match:
             seed = int(match[2] or match[3])
             found.setdefault(folder(match[1]), {})[seed] = os.path.join(where, path)
@@ -183,8 +195,10 @@ def find_logs(where):
     if os.path.isfile(alone):
         seed = read_json(os.path.join(where, "config.json"), {}).get("seed", 0)
         if type(seed) is not int:
-            raise ValueError(f"{where}/config.json: seed must be an int, got {seed!r:.40}")
-        found.setdefault(folder(os.path.basename(os.path.abspath(where))), {})[seed] = alone
+            raise ValueError(f"{where}/config.json: seed must be an int, got "
+                             f"{seed!r:.40}")
+        name = os.path.basename(os.path.abspath(where))
+        found.setdefault(folder(name), {})[seed] = alone
     return found
 
 
@@ -197,17 +211,19 @@ def load(where, names=()):
         if each not in known:
             arms[each.replace(",", " ")] = dict(args="", seeds=list(logs), steps=None)
     if not arms:
-        raise ValueError(f"no log in {where!r}: looked for log.jsonl, ARM/SEED/log.jsonl and "
-                         "ARM-SEED.jsonl there")
+        raise ValueError(f"no log in {where!r}: looked for log.jsonl, "
+                         "ARM/SEED/log.jsonl and ARM-SEED.jsonl there")
     for name in names:
         if name not in arms:
-            raise ValueError(f"no arm {name!r} in {where!r}: it holds {', '.join(arms)}")
+            there = ", ".join(arms)
+            raise ValueError(f"no arm {name!r} in {where!r}: it holds {there}")
     arms = {name: arms[name] for name in names or arms}
     for name, a in arms.items():
         paths = found.get(folder(name), {})
         logs = {seed: read(path) for seed, path in sorted(paths.items())}
         a["seeds"] = sorted({*a["seeds"], *logs})
-        a["logs"] = {seed: compact(log) for seed, log in logs.items() if ended(log, a["steps"])}
+        a["logs"] = {seed: compact(log) for seed, log in logs.items()
+                     if ended(log, a["steps"])}
     return arms
 
 
@@ -217,8 +233,10 @@ def keep(where, arms, named=None):
     for name, a in arms.items():
         for seed, log in a["logs"].items():
             lines = (json.dumps(row, separators=(",", ":")) + "\n" for row in log)
-            write_text(os.path.join(where, f"{folder(name)}-{seed}.jsonl"), "".join(lines))
-    arms = {name: {k: x for k, x in a.items() if k != "logs"} for name, a in arms.items()}
+            path = os.path.join(where, f"{folder(name)}-{seed}.jsonl")
+            write_text(path, "".join(lines))
+    arms = {name: {k: x for k, x in a.items() if k != "logs"}
+            for name, a in arms.items()}
     remember(where, arms, named)
 
 

@@ -21,6 +21,7 @@ import re
 import shlex
 
 from support.configurator import Arguments
+from support.run import write_text
 from support.screen import one_line_errors, tell
 
 ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
@@ -87,26 +88,28 @@ def first_cell(clone):
 
 def notebook(cells, clone=""):
     """nbformat 4 as a dict. cells: of `parse`."""
-    out = []
+    made = []
     for kind, source, printed in [["code", first_cell(clone), ""], *cells]:
         cell = dict(cell_type=kind, metadata={}, source=source.rstrip("\n"))
         if kind == "code":
             cell.update(execution_count=None, outputs=[])
             if printed:
-                cell["outputs"] = [dict(output_type="stream", name="stdout", text=printed)]
-        out.append(cell)
+                out = dict(output_type="stream", name="stdout", text=printed)
+                cell["outputs"] = [out]
+        made.append(cell)
     kernel = dict(name="python3", display_name="Python 3", language="python")
-    return dict(nbformat=4, nbformat_minor=4, metadata=dict(kernelspec=kernel), cells=out)
+    return dict(nbformat=4, nbformat_minor=4, metadata=dict(kernelspec=kernel),
+                cells=made)
 
 
 def main(argv=None):
-    a = Arguments(prog="notebook", description="make a notebook of the lesson, or update its text")
+    a = Arguments("notebook", "make a notebook of the lesson, or update its text")
     a.add_argument("--out", default=os.path.join(ROOT, "docs", "lesson.ipynb"),
                    type=os.path.expanduser, help="the notebook")
     a.add_argument("--clone", default="",
-                   help="where a hosted notebook gets the repository from: an address for git")
+                   help="where a hosted notebook clones the repository from")
     a.add_argument("--update", action="store_true",
-                   help="no notebook: run the cells and write what they print into the lesson")
+                   help="no notebook: write what the cells print into the lesson")
     a = a.parse_args(argv)
     with one_line_errors(OSError, ValueError):
         if not a.out.endswith(".ipynb"):
@@ -120,10 +123,9 @@ def main(argv=None):
             text, path = updated(text, printed), LESSON
         else:
             text = json.dumps(notebook(cells, a.clone), indent=1) + "\n"
-        with open(path, "w", encoding="utf-8") as f:
-            f.write(text)
+        write_text(path, text)
         code_cells = sum(kind == "code" for kind, _, _ in cells)
-        tell(f"written to {path}: {code_cells} cells of docs/lesson.md and what they print")
+        tell(f"written to {path}: {code_cells} cells of docs/lesson.md with output")
 
 
 if __name__ == "__main__":

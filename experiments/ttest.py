@@ -75,7 +75,8 @@ def signed_rank_p(differences, equal=1e-5):
     mean rank; `equal` is how close both may be, as rewards are logged at 6 digits. Raises
     ValueError for more than RANKED."""
     if len(differences) > RANKED:
-        raise ValueError(f"ranks of at most {RANKED} differences, got {len(differences)}")
+        raise ValueError(f"ranks of at most {RANKED} differences, got "
+                         f"{len(differences)}")
     left = sorted((x for x in differences if abs(x) > equal), key=abs)
     sizes = [abs(x) for x in left]
     starts = [i for i, x in enumerate(sizes) if not i or x - sizes[i - 1] > equal]

@@ -1,19 +1,19 @@
 """
-What an importance weight costs and what replaying the mask costs, as the response grows:
-variances at a fixed checkpoint.
+What an importance weight costs and what replaying the mask costs, as the response grows: variances
+at a fixed checkpoint.
 
     python -m experiments.variance              # the embedded checkpoint: table, json and figure
     python -m experiments.variance config/smollm2.py --layers=last --lengths=2,8,32,128,512
     python -m experiments.variance --figure --out=out-variance    # draw the numbers that are there
 
-The idea. Responses are drawn by a sampler mu that evicts. A dense learner pi can mend that
-with the sequence weight
+The idea. Responses are drawn by a sampler mu that evicts. A dense learner pi can mend that with the
+sequence weight
 
     W_L = prod_{t<L} w_t,  w_t = pi(token_t) / mu(token_t),     E_mu W_L = 1 for every L,
 
-a product of L ratios, so log(1 + Var W_L) grows like L. A learner that replays the mask is
-mu: its weight is 1, its variance 0. For every length L of `lengths`: variance of W_L, of
-log W_L, effective sample size (sum W)^2 / (n sum W^2), mean of W_L, and of
+a product of L ratios, so log(1 + Var W_L) grows like L. A learner that replays the mask is mu: its
+weight is 1, its variance 0. For every length L of `lengths`: variance of W_L, of log W_L, effective
+sample size (sum W)^2 / (n sum W^2), mean of W_L, and of
 
     g = A sum_{t<L} weight_t grad log p(token_t)     a sum over tokens, not a mean
 
@@ -25,32 +25,32 @@ the variance mean |g - mean g|^2 (n / (n - 1)), per token that over L^2, under f
     sparse_rl  grpo.correction, whose normalisation runs over all samples of length L, pi
     shadow     weight 1, p = the replayed mu
 
-A is +-1, drawn apart from the text, so that no reward's design matters: E g = 0 for every
-arm and Var g = E |g|^2. Shadow's terms have mean 0 whatever came before (a score under its
-own policy), so its variance should grow like L; those of naive need not, so its should grow
-faster. Bias is not measured: an arm that drops its samples has a small variance and no
-signal, so the mean token weight stands beside it.
+A is +-1, drawn apart from the text, so that no reward's design matters: E g = 0 for every arm and
+Var g = E |g|^2. Shadow's terms have mean 0 whatever came before (a score under its own policy), so
+its variance should grow like L; those of naive need not, so its should grow faster. Bias is not
+measured: an arm that drops its samples has a small variance and no signal, so the mean token weight
+stands beside it.
 
-Sampled variances of W lie. Once W_L has a heavy tail, n samples miss the few that carry its
-mean and its variance: the sampled mean of W falls below 1, the sampled variance with it,
-and it may even shrink as L grows. Two remedies, both from samples of pi scored by both
-policies (what SnapKV keeps depends on the prompt alone, so mu scores any text):
+Sampled variances of W lie. Once W_L has a heavy tail, n samples miss the few that carry its mean
+and its variance: the sampled mean of W falls below 1, the sampled variance with it, and it may even
+shrink as L grows. Two remedies, both from samples of pi scored by both policies (what SnapKV keeps
+depends on the prompt alone, so mu scores any text):
 
     E_mu W^2 = E_pi W >= exp(E_pi log W) = exp(KL(pi || mu))
     E_mu W^2 |G|^2 = E_pi W |G|^2 >= exp(E_pi [log W + log |G|^2]),   G = sum_t grad log pi(token_t)
 
-By Jensen the first is a floor of the variance of W, estimated by a mean of logs, without a
-heavy tail; the second the same for seq.
+By Jensen the first is a floor of the variance of W, estimated by a mean of logs, without a heavy
+tail; the second the same for seq.
 
-One set of samples of the longest length serves all: a prefix of a sample is a sample of
-that length. The lengths are therefore not independent, and the bootstrap (prompts with
-replacement, 95 % intervals) draws the same prompts for all. In it |mean g|^2 keeps its
-share of the mean |g|^2: of order 1 / n, as E g = 0. No stop tokens: past its answer the
-model goes on as it may. Slopes: least squares of log variance against L (nats per token;
-straight if exponential) and against log L (power; straight if polynomial).
+One set of samples of the longest length serves all: a prefix of a sample is a sample of that
+length. The lengths are therefore not independent, and the bootstrap (prompts with replacement, 95 %
+intervals) draws the same prompts for all. In it |mean g|^2 keeps its share of the mean |g|^2: of
+order 1 / n, as E g = 0. No stop tokens: past its answer the model goes on as it may. Slopes: least
+squares of log variance against L (nats per token; straight if exponential) and against log L
+(power; straight if polynomial).
 
-Left out on purpose: rewards, training, methods that evict response keys. On a card in
-bfloat16 gradients are rounded to it.
+Left out on purpose: rewards, training, methods that evict response keys. On a card in bfloat16
+gradients are rounded to it.
 """
 import json
 import math
@@ -65,6 +65,7 @@ import torch
 import train
 from data.rewards import find_reward
 from data.tokenizer import Tokenizer
+from experiments import curves
 from grpo import correction, replay
 from kvcache import Eviction
 from model import Transformer, find_checkpoint
@@ -79,8 +80,8 @@ from support.screen import one_line_errors, say, tell
 
 OWN = dict(
     prompts=8,              # sampled once and resampled by the bootstrap; 2 and more
-    lengths="2,4,8,16,32,64,128,256,512",  # tokens; those beyond the model's context are left out
-    layers="all",           # gradient by all parameters; last: by those of the last block
+    lengths="2,4,8,16,32,64,128,256,512",  # tokens, as far as the context reaches
+    layers="all",           # whose gradient; last: by those of the last block
     resamples=1000,         # of the bootstrap; 100 and more
     out="out-variance",     # folder for variance.json and variance.png
     figure=False,           # print and draw again from variance.json
@@ -139,23 +140,25 @@ def gradients(model, rollout, weights, log_w, sign, params):
     total = {a: torch.zeros(size, device=model.device) for a in names}
     largest = log_w.max().item()  # seq's weights are summed over it
     for b, g in product(range(B), range(G)):
-        say(f"{rollout.tokens.shape[2]} tokens: gradient of sample {b * G + g + 1}/{B * G}")
+        n = rollout.tokens.shape[2]
+        say(f"{n} tokens: gradient of sample {b * G + g + 1}/{B * G}")
         one = rollout.select([b], torch.tensor([[g]], device=rollout.tokens.device))
         for policy in ("dense", "shadow"):
             # sparse_rl drops whole responses: their gradient is 0
             arms = [a for a in weights if ARMS[a] == policy and weights[a][b, g].any()]
-            logp = replay(model, one, (policy,))[policy] if arms else None    # (1, 1, R)
+            logp = replay(model, one, (policy,))[policy] if arms else None  # (1, 1, R)
             for a in arms:
-                grads = torch.autograd.grad(logp, params, weights[a][b, g].view(logp.shape),
+                weight = weights[a][b, g].view(logp.shape)                  # (1, 1, R)
+                grads = torch.autograd.grad(logp, params, weight,
                                             retain_graph=a != arms[-1])
                 flat = torch.cat([x.reshape(-1).float() for x in grads])
-                norm = log_norm(flat)
+                norm, s = log_norm(flat), sign[b, g].item()
                 sq[a][b, g] = 2 * norm
-                total[a].add_(flat, alpha=sign[b, g].item())
+                total[a].add_(flat, alpha=s)
                 if a == "naive":
                     lw = log_w[b, g].item()
                     sq["seq"][b, g] = 2 * (norm + lw)
-                    total["seq"].add_(flat, alpha=sign[b, g].item() * math.exp(lw - largest))
+                    total["seq"].add_(flat, alpha=s * math.exp(lw - largest))
     mean = {a: log_norm(t) - math.log(B * G) for a, t in total.items()}
     if "seq" in mean:
         mean["seq"] += largest
@@ -182,25 +185,29 @@ def measure(model, ids, c, lengths):
     log_w_shadow = log_weights(at_mu["shadow"], mu.logp_roll)
     log_w_pi = log_weights(at_pi["dense"], at_pi["shadow"])
     coin = torch.Generator().manual_seed(c.seed)
-    sign = torch.randint(0, 2, mu.lengths.shape, generator=coin) * 2.0 - 1    # (B, G) advantages
+    # advantages
+    sign = torch.randint(0, 2, mu.lengths.shape, generator=coin) * 2.0 - 1  # (B, G)
     params = list((model if c.layers == "all" else model.layers[-1]).parameters())
     raw = dict(log_w=[], log_w_shadow=[], log_w_pi=[], log_g_pi=[])
     raw |= {k: {a: [] for a in ARMS} for k in ("log_g", "log_mean", "mean_weight")}
     for n in lengths:
         r, dense = cut(mu, n), at_mu["dense"][..., :n]
         weights = token_weights(dense, r)
-        sq, mean = gradients(model, r, weights, log_w=log_w[..., n - 1], sign=sign, params=params)
-        naive = dict(naive=torch.ones_like(dense))
-        sq_pi, _ = gradients(model, cut(pi, n), naive, log_w=log_w_pi[..., n - 1], sign=sign,
+        at_n = dict(log_w=log_w[..., n - 1], log_w_shadow=log_w_shadow[..., n - 1],
+                    log_w_pi=log_w_pi[..., n - 1])
+        sq, mean = gradients(model, r, weights, log_w=at_n["log_w"], sign=sign,
                              params=params)
-        raw["log_w"].append(log_w[..., n - 1])
-        raw["log_w_shadow"].append(log_w_shadow[..., n - 1])
-        raw["log_w_pi"].append(log_w_pi[..., n - 1])
-        raw["log_g_pi"].append(sq_pi["naive"])
+        naive = dict(naive=torch.ones_like(dense))
+        sq_pi, _ = gradients(model, cut(pi, n), naive, log_w=at_n["log_w_pi"],
+                             sign=sign, params=params)
+        at_n["log_g_pi"] = sq_pi["naive"]
+        for name, x in at_n.items():
+            raw[name].append(x)
         for a in ARMS:
             raw["log_g"][a].append(sq[a])
             raw["log_mean"][a].append(mean[a])
-            raw["mean_weight"][a].append(weights[a].mean().item() if a in weights else None)
+            mean_weight = weights[a].mean().item() if a in weights else None
+            raw["mean_weight"][a].append(mean_weight)
     say("")
     return raw
 
@@ -280,7 +287,7 @@ def over_lengths(f, index, lengths, *series):
     """f of each length's samples. series: lists over lengths of (B, G). index: see bootstrap.
     -> {"value", "low", "high": lists over lengths, "slope": {axis: value, r2, low, high}}"""
     pairs = [bootstrap(f, index, *xs) for xs in zip(*series)]
-    value, many = map(torch.stack, zip(*pairs))                    # (lengths,), (lengths, times)
+    value, many = map(torch.stack, zip(*pairs))           # (lengths,), (lengths, times)
     low, high = zip(*map(band, many))
     out = dict(value=list(map(number, value)), low=low, high=high, slope={})
     ok = value.isfinite()
@@ -289,7 +296,8 @@ def over_lengths(f, index, lengths, *series):
         if ok.sum() > 2:
             k, r2 = slope(value[ok], axis[ok])
             least, most = band(slope(many[ok].T, axis[ok])[0])
-            out["slope"][name] = dict(value=number(k), r2=number(r2), low=least, high=most)
+            out["slope"][name] = dict(value=number(k), r2=number(r2), low=least,
+                                      high=most)
     return out
 
 
@@ -313,11 +321,14 @@ def summarise(raw, lengths, times):
     def each(f, *series):
         return over_lengths(f, index, lengths, *series)
 
-    weight = dict(log_var=each(log_var, raw["log_w"]), var_log=each(plain_var, raw["log_w"]),
-                  log_ess=each(log_ess, raw["log_w"]), log_mean=each(log_mean, raw["log_w"]),
+    weight = dict(log_var=each(log_var, raw["log_w"]),
+                  var_log=each(plain_var, raw["log_w"]),
+                  log_ess=each(log_ess, raw["log_w"]),
+                  log_mean=each(log_mean, raw["log_w"]),
                   log_var_floor=each(log_floor, raw["log_w_pi"]),
                   kl_pi_mu=each(plain_mean, raw["log_w_pi"]),
-                  log_second_moment_pi=each(log_mean, raw["log_w_pi"]),  # sampled, E_pi W
+                  # sampled, E_pi W
+                  log_second_moment_pi=each(log_mean, raw["log_w_pi"]),
                   log_var_shadow=each(log_var, raw["log_w_shadow"]))
     gradient = {}
     for a in ARMS:
@@ -348,14 +359,18 @@ def weight_table(res):
     def span(q, i):
         return f"{ten(q['value'][i])} [{ten(q['low'][i])}, {ten(q['high'][i])}]"
 
-    yield (f"sequence weight W of {c['prompts'] * c['group']} samples, as log10 (but std and ESS), "
-           "with 95 % bootstrap intervals over prompts; the floor, a lower bound of the true "
-           "variance, comes from samples of the learner")
-    yield (f"{'tokens':>6} {'Var W, sampled':>24} {'Var W, floor':>24} {'mean W (truth 0)':>24} "
-           f"{'std of ln W':>12} {'ESS / n':>8} {'Var W, shadow':>14}")
+    samples = c["prompts"] * c["group"]
+    yield (f"sequence weight W of {samples} samples, as log10 (but std and ESS), with "
+           "95 % bootstrap intervals over prompts; the floor, a lower bound of the "
+           "true variance, comes from samples of the learner")
+    yield (f"{'tokens':>6} {'Var W, sampled':>24} {'Var W, floor':>24} "
+           f"{'mean W (truth 0)':>24} {'std of ln W':>12} {'ESS / n':>8} "
+           f"{'Var W, shadow':>14}")
     for i, length in enumerate(res["lengths"]):
-        spans = " ".join(f"{span(w[q], i):>24}" for q in ("log_var", "log_var_floor", "log_mean"))
-        std, ess = math.sqrt(w["var_log"]["value"][i]), math.exp(w["log_ess"]["value"][i])
+        spans = " ".join(f"{span(w[q], i):>24}"
+                         for q in ("log_var", "log_var_floor", "log_mean"))
+        std = math.sqrt(w["var_log"]["value"][i])
+        ess = math.exp(w["log_ess"]["value"][i])
         shadow = ten(w["log_var_shadow"]["value"][i])
         yield f"{length:6d} {spans} {std:12.2f} {ess:8.3f} {shadow:>14}"
 
@@ -371,18 +386,21 @@ def gradient_table(res):
     g = res["gradient"]
 
     def cell(a, i):
-        return f"{ten(g[a]['log_var']['value'][i], 2)} ({factor(g[a]['log_ratio']['value'][i])})"
+        value, ratio = (g[a][q]["value"][i] for q in ("log_var", "log_ratio"))
+        return f"{ten(value, 2)} ({factor(ratio)})"
 
-    yield (f"\nvariance of the gradient estimate ({res['parameters']:,} parameters, sum over "
-           "tokens), as log10; in brackets, times shadow's; mean token weight")
+    yield (f"\nvariance of the gradient estimate ({res['parameters']:,} parameters, "
+           "sum over tokens), as log10; in brackets, times shadow's; mean token weight")
     yield (f"{'tokens':>6} " + " ".join(f"{a:>18}" for a in ARMS)
-           + f" {'seq, floor':>11} {'weight: tis':>12} {'sparse_rl':>10} {'sparse_rl keeps':>16}")
+           + f" {'seq, floor':>11} {'weight: tis':>12} {'sparse_rl':>10} "
+           f"{'sparse_rl keeps':>16}")
     for i, length in enumerate(res["lengths"]):
         arms = " ".join(f"{cell(a, i):>18}" for a in ARMS)
         floor = ten(g["seq"]["log_var_floor"]["value"][i])
         tis, sparse_rl = g["tis"]["mean_weight"][i], g["sparse_rl"]["mean_weight"][i]
         alive = g["sparse_rl"]["alive"][i]
-        yield f"{length:6d} {arms} {floor:>11} {tis:12.3f} {sparse_rl:10.3f} {alive:16.2f}"
+        yield (f"{length:6d} {arms} {floor:>11} {tis:12.3f} {sparse_rl:10.3f} "
+               f"{alive:16.2f}")
 
 
 def slope_table(res):
@@ -397,111 +415,70 @@ def slope_table(res):
             "W, shadow": w["log_var_shadow"]}
     rows |= {f"gradient, {a}": g[a]["log_var"] for a in ARMS}
     rows["gradient, seq, floor"] = g["seq"]["log_var_floor"]
-    yield ("\nslope of ln variance: nats per token (straight against L) | power of L (straight "
-           "against ln L; per token: 2 less); r2 of each line")
+    yield ("\nslope of ln variance: nats per token (straight against L) | power of L "
+           "(straight against ln L; per token: 2 less); r2 of each line")
     for name, q in rows.items():
-        per_token, power = show(q["slope"].get("per_token")), show(q["slope"].get("power"))
+        per_token, power = (show(q["slope"].get(key)) for key in ("per_token", "power"))
         yield f"{name:>20}: {per_token:>42} | {power:>42}"
 
 
-# Okabe and Ito's colours
-STYLE = dict(naive=("#D55E00", "--"), tis=("#E69F00", "-."), seq=("#CC79A7", ":"),
-             sparse_rl=("#56B4E9", (0, (5, 1, 1, 1, 1, 1))), shadow=("#009E73", "-"),
-             floor=("#0072B2", (0, (4, 1))))
-
-
 def finite_log10(*quantities):
-    """All values and ends of intervals that there are, as log10."""
+    """Least and largest of all values and ends of intervals that there are, as log10."""
     every = [v for q in quantities for k in ("value", "low", "high") for v in q[k]]
-    return [v / math.log(10) for v in every if v is not None]
+    every = [v / math.log(10) for v in every if v is not None]
+    return min(every), max(every)
 
 
-def draw(ax, lengths, lines):
-    """lines: (quantity, key of STYLE, label). Labels stand where a line ends or leaves the
-    frame, pushed apart at the right edge."""
-    edge = []
-    for q, key, text in lines:
-        rows = [(x, *(z / math.log(10) for z in v))
-                for x, *v in zip(lengths, q["value"], q["low"], q["high"]) if None not in v]
-        if not rows:
-            continue
-        x, y, low, high = zip(*rows)
-        colour, style = STYLE[key]
-        ax.plot(x, y, color=colour, linestyle=style, linewidth=1.8)
-        ax.fill_between(x, low, high, color=colour, alpha=0.16, linewidth=0)
-        # in the frame's coordinates
-        at = (ax.transData + ax.transAxes.inverted()).transform(list(zip(x, y)))
-        out = next((i for i in range(1, len(at)) if not 0 <= at[i][1] <= 1), None)
-        if out is not None:
-            leaves(ax, at[out - 1], at[out], text=text, colour=colour)
-        elif at[-1][0] > 0.9:
-            edge.append([at[-1][1], text, colour])
-        else:
-            put(ax, at[-1][0] + 0.03, at[-1][1], text=text, colour=colour)
-    edge.sort()
-    for before, label in zip(edge, edge[1:]):
-        two_lines = "\n" in label[1] + before[1]
-        label[0] = max(label[0], before[0] + (0.1 if two_lines else 0.055))
-    for v, text, colour in edge:
-        put(ax, 0.975, v, text=text, colour=colour)
-
-
-def put(ax, u, v, text, colour, va="center"):
-    ax.text(u, v, text, color=colour, transform=ax.transAxes, va=va, fontsize=8.5)
-
-
-def leaves(ax, inside, outside, text, colour):
-    """A label where the line between two points leaves the frame, all in its coordinates."""
-    (u0, v0), (u1, v1) = inside, outside
-    v, va = (1.0, "top") if v1 > 1 else (0.0, "bottom")
-    u = u0 + (u1 - u0) * (v - v0) / (v1 - v0)
-    lift = 0.01 if va == "bottom" else 0
-    put(ax, u + 0.03, v + lift, text=text, colour=colour, va=va)
+def draw(ax, lengths, lines, limits, title):
+    """lines: (name, key of curves.LOOKS, quantity). -> ends for curves.label, in the frame
+    also where a line leaves it"""
+    ends = []
+    for name, key, q in lines:
+        rows = [(x, *(v / math.log(10) for v in values))
+                for x, *values in zip(lengths, q["value"], q["low"], q["high"])
+                if None not in values]
+        if rows:
+            x, y, low, high = zip(*rows)
+            style = curves.looks([key])[key]
+            ax.plot(x, y, **style)
+            ax.fill_between(x, low, high, color=style["color"], alpha=0.16, lw=0)
+            end = x[-1], min(max(y[-1], limits[0]), limits[1])
+            ends.append((name, style["color"], end))
+    ax.set(ylim=limits, title=title)
+    ax.locator_params(axis="y", nbins=7, integer=True)
+    ax.yaxis.set_major_formatter(lambda y, _: f"$10^{{{y:.0f}}}$")
+    return ends
 
 
 def figure(res, path):
     """Left: variance of the sequence weight against L. Right: variance of the gradient
     estimate, both axes logarithmic."""
-    try:
-        import matplotlib
-    except ImportError:
-        tell("no figure: it needs matplotlib (pip install matplotlib); --figure then draws it "
-             "from the numbers saved", sys.stderr)
+    if not curves.can_draw():
         return
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
     w, g, lengths = res["weight"], res["gradient"], res["lengths"]
-    fig, (left, right) = plt.subplots(1, 2, figsize=(9, 4.3), dpi=200)
-    every = finite_log10(w["log_var"], w["log_var_floor"], w["log_var_shadow"])
-    left.set_ylim(min(every), max(every))
-    left.set_xlim(0, lengths[-1] * 1.06)
-    left.set_xlabel("response length L (tokens)")
-    left.set_title("Variance of the sequence weight $W_L$", fontsize=10)
+    weights = [("dense learner, lower bound", "floor", w["log_var_floor"]),
+               ("dense learner, as sampled", "seq", w["log_var"]),
+               ("shadow: 0 but for rounding", "shadow", w["log_var_shadow"])]
+    gradients = [("seq, lower bound", "floor", g["seq"]["log_var_floor"])]
+    gradients += [(arm, arm, g[arm]["log_var"]) for arm in ARMS]
     # seq leaves the frame: it would press all others flat
-    plain = finite_log10(*(g[a]["log_var"] for a in ("naive", "tis", "shadow")))
-    right.set_ylim(min(plain) - 2.5, max(plain) + 2.5)
-    right.set_xscale("log", base=2)
-    right.set_xlim(lengths[0], lengths[-1] * (lengths[-1] / lengths[0]) ** 0.06)
-    right.set_xticks(lengths, lengths)
-    right.set_xlabel("response length L (tokens, logarithmic)")
-    right.set_title("Variance of the gradient estimate (nats$^2$)", fontsize=10)
-    # before the labels, which lie outside the frames
-    fig.tight_layout(rect=(0, 0, 0.93, 1), w_pad=8)
-    draw(left, lengths, [(w["log_var_floor"], "floor", "dense learner,\nlower bound"),
-                         (w["log_var"], "seq", "dense learner,\nas sampled"),
-                         (w["log_var_shadow"], "shadow", "shadow: 0 but\nfor rounding")])
-    name = {**{a: a for a in ARMS}, "seq": "seq, as sampled"}
-    if None in g["sparse_rl"]["log_var"]["value"]:
-        name["sparse_rl"] = "sparse_rl (then it\ndrops every sample)"
-    draw(right, lengths, [(g["seq"]["log_var_floor"], "floor", "seq, lower bound"),
-                          *((g[a]["log_var"], a, name[a]) for a in ARMS)])
-    for ax in (left, right):
-        ax.yaxis.set_major_locator(matplotlib.ticker.MaxNLocator(7, integer=True))
-        ax.yaxis.set_major_formatter(lambda y, _: f"$10^{{{y:.0f}}}$")
-        ax.grid(alpha=0.25, linewidth=0.6)
-        ax.spines[["top", "right"]].set_visible(False)
-    fig.savefig(path)
-    plt.close(fig)
+    low, high = finite_log10(*(g[arm]["log_var"] for arm in ("naive", "tis", "shadow")))
+
+    def left(ax):
+        ax.set(xlim=(0, lengths[-1]), xlabel="response length L (tokens)")
+        limits = finite_log10(*(q for *_, q in weights))
+        return draw(ax, lengths, weights, limits=limits,
+                    title="Variance of the sequence weight $W_L$")
+
+    def right(ax):
+        ax.set_xscale("log", base=2)
+        ax.set_xticks(lengths, lengths)
+        ax.set(xlim=(lengths[0], lengths[-1]),
+               xlabel="response length L (tokens, logarithmic)")
+        return draw(ax, lengths, gradients, limits=(low - 2.5, high + 2.5),
+                    title="Variance of the gradient estimate (nats$^2$)")
+
+    curves.write_panels(path, dict(A=left, B=right), {}, mosaic="AB", figsize=(9, 4.3))
 
 
 # the command line
@@ -512,19 +489,21 @@ def settings(argv):
     help_if_asked(argv, __doc__, ("settings", __file__, OWN),
                   ("those of train.py", train.__file__, others))
     argv = ["--figure=True" if arg == "--figure" else arg for arg in argv]
-    c = SimpleNamespace(**configure(DEFAULTS, argv, choices=CHOICES, refused=REFUSED))
+    c = SimpleNamespace(**configure(DEFAULTS, argv, choices=CHOICES,
+                                    refused=REFUSED))
     train.settings([f"--{k}={getattr(c, k)}" for k in train.DEFAULTS])  # its checks
     found = {parse(x) for x in c.lengths.split(",")}
     if not all(type(n) is int for n in found):
-        raise ValueError(f"lengths must be whole numbers with commas between, got {c.lengths!r}")
+        raise ValueError("lengths must be whole numbers with commas between, got "
+                         f"{c.lengths!r}")
     lengths = sorted(found)
     if lengths[0] < 2 or c.resamples < 100 or min(c.prompts, c.group) < 2 or not c.out:
-        raise ValueError("lengths must be at least 2 (the first token is dense), resamples at "
-                         "least 100, prompts (they are resampled) and group at least 2, out a "
-                         "folder")
+        raise ValueError("lengths must be at least 2 (the first token is dense), "
+                         "resamples at least 100, prompts (they are resampled) and "
+                         "group at least 2, out a folder")
     if c.response_budget:
-        raise ValueError("response_budget: variances are measured without eviction of response "
-                         "keys")
+        raise ValueError("response_budget: variances are measured without eviction of "
+                         "response keys")
     choose_device(c)
     if c.dtype == "auto":
         c.dtype = "bfloat16" if c.device.startswith("cuda") else "float32"
@@ -536,21 +515,24 @@ def run(c, lengths):
     folder = find_checkpoint(c.model)
     choose_dtype(c, folder)
     tok = Tokenizer(folder)
-    net = Transformer.from_pretrained(folder, device=c.device, dtype=getattr(torch, c.dtype))
+    dtype = getattr(torch, c.dtype)
+    net = Transformer.from_pretrained(folder, device=c.device, dtype=dtype)
     net.use_tokens(len(tok), tok.absent)
     problems = problems_of(c, tok, find_reward(c.reward), n_eval=c.eval_problems)
     _, ids = problems.get("train", range(c.prompts))
     longest = max(map(len, ids))
     room = net.config.max_pos - longest
     if lengths[-1] > room:
-        tell(f"left out: {', '.join(str(n) for n in lengths if n > room)} tokens, which with the "
-             f"prompt exceed the model's context of {net.config.max_pos}")
+        out = ", ".join(str(n) for n in lengths if n > room)
+        tell(f"left out: {out} tokens, which with the prompt exceed the model's "
+             f"context of {net.config.max_pos}")
         lengths = [n for n in lengths if n <= room]
         if not lengths:
             raise ValueError("no length fits the model's context")
-    tell(f"{folder}, {c.device}, {c.dtype}; {c.task}: {c.prompts} prompts of up to {longest} "
-         f"tokens x {c.group} samples of {lengths[-1]} tokens, temperature {c.temperature}; "
-         f"evict {c.evict}, budget {c.budget}; gradients of {c.layers}")
+    tell(f"{folder}, {c.device}, {c.dtype}; {c.task}: {c.prompts} prompts of up to "
+         f"{longest} tokens x {c.group} samples of {lengths[-1]} tokens, temperature "
+         f"{c.temperature}; evict {c.evict}, budget {c.budget}; gradients of "
+         f"{c.layers}")
     make_folder(c.out)
     raw = measure(net, ids, c, lengths)
     measured = net if c.layers == "all" else net.layers[-1]
@@ -562,22 +544,19 @@ def run(c, lengths):
 def as_lists(raw):
     """The samples by themselves, for JSON, which has no infinity."""
     plain = {k: [x.tolist() for x in v] for k, v in raw.items() if isinstance(v, list)}
-    plain["log_g"] = {}
-    for a, by_length in raw["log_g"].items():
-        plain["log_g"][a] = [[[y if math.isfinite(y) else None for y in row] for row in x.tolist()]
-                             for x in by_length]
+    plain["log_g"] = {a: [[[y if math.isfinite(y) else None for y in row]
+                           for row in x.tolist()] for x in by_length]
+                      for a, by_length in raw["log_g"].items()}
     return plain
 
 
 def read_measurement(file):
     res = read_json(file)
-    if not {"weight", "gradient", "lengths"} <= res.keys():
-        raise ValueError(f"{file} holds no measurement of this program")
     try:
         tables(res)
     except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as e:
-        raise ValueError(f"{file} holds no measurement of this program: {type(e).__name__}: "
-                         f"{e}") from None
+        raise ValueError(f"{file} holds no measurement of this program: "
+                         f"{type(e).__name__}: {e}") from None
     return res
 
 

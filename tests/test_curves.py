@@ -1,5 +1,7 @@
-"""experiments/curves.py: the looks of arms and the pictures that it draws of kept logs."""
+"""experiments/curves.py: the looks of arms and the pictures that it draws of kept logs, for
+ablate.py and plot.py too."""
 import json
+import sys
 from itertools import combinations
 
 import pytest
@@ -60,7 +62,7 @@ def test_arms_of_one_method_differ():
     assert both["naive"] == curves.looks(["naive"])["naive"]
     bare = curves.looks(["smd", "smd lr=1e-4"])  # that without options is the method itself
     assert bare["smd"] == alone != bare["smd lr=1e-4"]
-    many = curves.looks([*curves.LOOKS, *(f"own{i}" for i in range(15))])
+    many = curves.looks([*curves.LOOKS, *(f"own{i}" for i in range(13))])
     assert len({(look["color"], look["ls"]) for look in many.values()}) == 32
 
 
@@ -83,16 +85,102 @@ def points_of(line):
 @pytest.mark.parametrize("options, size", [
     ([], (620, 1400)), (["--dots=True"], (1000, 1000)), (["--bases=True"], (620, 1400))])
 def test_pictures_are_drawn(options, size, tmp_path, capsys):
+    """In the place of a link that somebody planted."""
     pytest.importorskip("matplotlib")
     import matplotlib.image
     names = [] if "--bases=True" in options else [SMD, "dense"]
     folder, path = filled(tmp_path / "arms"), tmp_path / "new" / "curves.png"
     (folder / "smd,budget=30-0.jsonl").unlink()  # no run of it has ended: it is left out
+    path.parent.mkdir()
+    (tmp_path / "theirs").write_text("theirs")
+    path.symlink_to(tmp_path / "theirs")
     curves.main([str(folder), *names, *options, f"--out={path}"])
+    assert (tmp_path / "theirs").read_text() == "theirs" and not path.is_symlink()
     image = matplotlib.image.imread(path)
     assert image.shape[:2] == size and image.std() > 0.02
     assert capsys.readouterr().out == f"picture written to {path}\n"
     assert [p.name for p in path.parent.iterdir()] == ["curves.png"]
+
+
+def at_rewards(*rewards, **numbers):
+    """Arms of one seed each, by number, that end at these rewards, compressed."""
+    return {f"arm{i}": dict(logs={0: [
+        dict(step=0, eval_compressed=0.0, eval_dense=0.0, reward=0.0, **numbers),
+        dict(step=1, eval_compressed=x, eval_dense=x / 2, reward=x, **numbers)]})
+        for i, x in enumerate(rewards)}
+
+
+def test_the_figure_of_ablate_is_written(tmp_path, monkeypatch, capsys):
+    """All lines end at one height, the hardest case for labels; one gap is 0, which has no
+    logarithm. Without matplotlib a line says so."""
+    pytest.importorskip("matplotlib")
+    import matplotlib.image
+    arms = at_rewards(*[0.5] * 9, gap=1e-6, accept_p05=0.5)
+    arms["arm1"]["logs"][0][1]["gap"] = 0.0
+    path = tmp_path / "ablate.png"
+    with monkeypatch.context() as m:
+        m.setitem(sys.modules, "matplotlib", None)
+        curves.figure(arms, str(path))
+    said = "no figure: the picture needs matplotlib: pip install matplotlib\n"
+    assert capsys.readouterr().err == said and not path.exists()
+    curves.figure(arms, str(path))
+    image = matplotlib.image.imread(path)
+    assert image.shape[:2] == (1200, 1800) and image.std() > 0.02
+    assert [p.name for p in tmp_path.iterdir()] == ["ablate.png"]
+
+
+@pytest.mark.parametrize("seeds, says, lines, bands", [
+    (1, "", 1, 0), (7, "thin: single seeds", 7, 0),
+    (8, "band: 95 % interval of the mean", 0, 1)])
+def test_seeds_in_the_figure(seeds, says, lines, bands):
+    figure = pytest.importorskip("matplotlib.figure")
+    ax = figure.Figure().subplots()
+    ends = at_rewards(*(0.5 + seed / 32 for seed in range(seeds)))
+    arms = dict(a=dict(logs={seed: ends[f"arm{seed}"]["logs"][0] for seed in range(seeds)}))
+    assert curves.spread_of(ax, arms, "eval_compressed").strip(" ()") == says
+    assert (len(ax.lines), len(ax.collections)) == (lines, bands)
+    if bands:  # at the end 0.5 + i / 32, i from 0 to 7: mean 0.609, 2.3646 x 0.0765 / sqrt(8)
+        top = max(y for _, y in ax.collections[0].get_paths()[0].vertices)
+        assert top == pytest.approx(0.609375 + 2.364624 * 0.0765466 / 8 ** 0.5, abs=1e-5)
+
+
+@pytest.mark.parametrize("rewards, top", [
+    ((0.0, 0.0), 0.1), ((0.2, 0.31), 0.4), ((0.5, 0.99), 1)])
+def test_the_axis_shows_all_rewards(rewards, top):
+    figure = pytest.importorskip("matplotlib.figure")
+    ax = figure.Figure().subplots()
+    for cache in ("compressed", "dense"):  # both panels alike
+        curves.draw_reward(ax, at_rewards(*rewards), cache)
+        assert ax.get_ylim() == (0, pytest.approx(top)) and max(rewards) <= top
+    assert curves.reward_limits(at_rewards(-2.0, 0.5), ["reward"]) == (
+        pytest.approx(-2.2), 0.6)
+    assert curves.reward_limits(at_rewards(0.5), ["another"]) == (0, 1)
+
+
+@pytest.mark.parametrize("gaps, powers", [([1e-6, 2e-6], 2), ([1e-7, 1e-1], 6.6)])
+def test_the_axis_of_gaps_has_a_power_of_ten(gaps, powers):
+    """With margins."""
+    figure = pytest.importorskip("matplotlib.figure")
+    ax = figure.Figure().subplots()
+    log = [dict(step=step, gap=gap) for step, gap in enumerate(gaps)]
+    curves.draw_gap(ax, dict(a=dict(logs={0: log})), last=1)
+    low, high = ax.get_ylim()
+    assert low < gaps[0] < gaps[1] < high
+    assert high / low == pytest.approx(10 ** powers, rel=0.01)
+
+
+def test_places():
+    def places(wanted, gap=1):
+        return curves.places(wanted, gap, low=0, high=10)
+
+    assert places([]) == [] and places([5.0, 2.0]) == [5, 2]
+    assert places([5.0, 5.0, 5.0]) == [4, 5, 6] and places([0.2, 0.1, 9.0]) == [1, 0, 9]
+    assert places([9.9, 9.8, 9.7]) == [10, 9, 8]
+    wanted = [(7 * i % 10) / 5 for i in range(10)]
+    at = places(wanted, 0.5)
+    assert all(abs(x - y) >= 0.5 - 1e-9 for i, x in enumerate(at) for y in at[:i])
+    assert 0 <= min(at) <= max(at) <= 10
+    assert sorted(range(10), key=at.__getitem__) == sorted(range(10), key=wanted.__getitem__)
 
 
 def test_each_seed_is_drawn(tmp_path):

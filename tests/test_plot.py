@@ -12,15 +12,21 @@ from experiments.logs import smooth
 KV = dict(kv_kept=1, kv_dense=3, kv_dense_shared=2)
 
 
-def rows(steps, every=2, reward=0.5, evals=True):
-    """The log of a run that is at work: it ends with a step."""
+def rows(steps, every=2, reward=0.5, evals=True, own=False):
+    """The log of a run that is at work: it ends with a step. own: its reward has another number."""
     log = []
+    step_has, evaluation_has = {}, {}
+    if own:
+        step_has = dict(reward_form=0.25)
+        evaluation_has = dict(eval_compressed_form=0.5, eval_dense_form=0.75)
     for step in range(steps):
         if evals and step % every == 0:
             log.append(dict(kind="eval", step=step, eval_compressed=reward, eval_dense=0.75,
-                            eval_accept=0.9, eval_accept_p05=0.5, texts=[dict(question="?")]))
+                            eval_accept=0.9, eval_accept_p05=0.5, texts=[dict(question="?")],
+                            **evaluation_has))
         log.append(dict(kind="step", step=step, reward=reward, length=4 + step % 2, gap=1e-6,
-                        accept=0.9, accept_p05=0.5, rollout_s=1.0, learn_s=1.0, **KV))
+                        accept=0.9, accept_p05=0.5, rollout_s=1.0, learn_s=1.0, **KV,
+                        **step_has))
     return log
 
 
@@ -97,19 +103,48 @@ def test_without_matplotlib_one_line_says_so(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("logs", [
-    [rows(1, evals=False)], [rows(1)[:1]], [rows(12), rows(3), rows(2)[:1], rows(4, reward=-3.0)]])
+    [rows(1, evals=False)], [rows(12, own=True), rows(3), rows(1)[:1], rows(4, reward=-3.0)]])
 def test_the_curves_are_drawn(logs, tmp_path, capsys):
-    """One step, one evaluation, runs of different lengths, rewards outside of 0 to 1."""
+    """One step, one evaluation, runs of different lengths, rewards outside of 0 to 1, a reward with
+    numbers of its own, which get a row; in the place of a link that somebody planted."""
     pytest.importorskip("matplotlib")
     import matplotlib.image
     folders = [put(tmp_path / f"run{i}", log) for i, log in enumerate(logs)]
-    path = tmp_path / "new" / "plot.png"
-    plot.main([*folders, f"--out={path}"])
+    path = tmp_path / "run0" / "plot.png"
+    (tmp_path / "theirs").write_text("theirs")
+    path.symlink_to(tmp_path / "theirs")
+    plot.main(folders)
+    assert (tmp_path / "theirs").read_text() == "theirs" and not path.is_symlink()
     image = matplotlib.image.imread(path)
-    assert image.shape[:2] == (1500, 1800) and image.std() > 0.02
+    high = 1500 if len(logs) == 1 else 2000
+    assert image.shape[:2] == (high, 1800) and image.std() > 0.02
     said = "1 run" if len(logs) == 1 else f"{len(logs)} runs"
     assert capsys.readouterr().out == f"{said} drawn to {path}\n"
-    assert [p.name for p in path.parent.iterdir()] == ["plot.png"]
+    assert {p.name for p in path.parent.iterdir()} == {"config.json", "log.jsonl", "plot.png"}
+
+
+def test_numbers_of_a_reward_of_ones_own(tmp_path, capsys, monkeypatch):
+    """A row of panels for each name that any run logged; a name that no run writes is left out, and
+    so is what comes after the first eight."""
+    shown = []
+    monkeypatch.setattr(curves, "write_panels",
+                        lambda path, panels, x, **layout: shown.append((panels, layout)))
+    runs = dict(a=dict(logs={0: rows(6, own=True)}), b=dict(logs={0: rows(4)}))
+    assert plot.own_numbers(runs) == ["form"] and plot.own_numbers(dict(b=runs["b"])) == []
+    plot.draw(runs, "x.png")
+    (panels, layout), = shown
+    keys = ["reward_form", "eval_compressed_form", "eval_dense_form"]
+    assert [*panels] == [*"ABCDEF", *keys]
+    assert layout["mosaic"][-1] == [key for key in keys for _ in range(2)]
+    figure = pytest.importorskip("matplotlib.figure")
+    for key, last in zip(keys, ((5, 0.25), (4, 0.5), (4, 0.75))):
+        ax = figure.Figure().subplots()
+        (name, colour, end), = panels[key](ax)
+        assert (name, colour, end) == ("a", curves.COLOURS[0], last)
+        assert ax.get_title().startswith("form, ")
+    many = {f"reward_{x}": 1.0 for x in [*"abcdefghi", "$\\bad$", "\x1b[2J"]}
+    assert plot.own_numbers(dict(a=dict(logs={0: [many]}))) == [*"abcdefgh"]
+    assert capsys.readouterr().out.startswith("9 further numbers of rewards: the first 8 ")
 
 
 def test_what_the_panels_show():
@@ -143,16 +178,5 @@ def test_what_the_panels_show():
     assert plot.draw_steps(ax, dict(a=dict(logs={0: rows(1)[:1]})), key="reward", last=2) == []
 
 
-def test_pieces_by_hand():
+def test_means_of_the_last_steps():
     assert smooth([1, 2, 3, 6], last=2) == [1, 1.5, 2.5, 4.5] != smooth([1, 2, 3, 6])
-    runs = dict(a=dict(logs={0: [dict(x=-2.0), dict(x=0.5)]}))
-    assert curves.reward_limits(runs, ["x"]) == (pytest.approx(-2.2), 0.6)
-    assert curves.reward_limits(runs, ["y"]) == (0, 1)
-    figure = pytest.importorskip("matplotlib.figure")
-    for gaps, powers in (([1e-6, 2e-6], 2), ([1e-7, 1e-1], 6.6)):  # with margins
-        ax = figure.Figure().subplots()
-        log = [dict(step=step, gap=gap) for step, gap in enumerate(gaps)]
-        curves.draw_gap(ax, dict(a=dict(logs={0: log})), last=1)
-        low, high = ax.get_ylim()
-        assert low < gaps[0] < gaps[1] < high
-        assert high / low == pytest.approx(10 ** powers, rel=0.01)
