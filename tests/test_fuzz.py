@@ -8,7 +8,7 @@ import random
 import fuzz
 import pytest
 
-import model as model_file
+from support import hf_config
 
 
 @pytest.fixture(scope="module")
@@ -84,7 +84,7 @@ def test_a_careless_reader_is_found_and_repeated(valid, monkeypatch):
         with open(file) as f:
             return json.load(f)
 
-    monkeypatch.setattr(model_file, "read_json", careless)
+    monkeypatch.setattr(hf_config, "read_json", careless)
     _, finds = fuzz.fuzz(valid, seed=0, kinds=["config.json"], cases=100)
     found = " ".join(finds)
     assert "AttributeError" in found or "RecursionError" in found
