@@ -1,6 +1,16 @@
-"""docs/yours.md: its files are made, its commands run and print what stands below them. The page's
-comment says how."""
+"""The pages of docs/ for those who run it: their files are made, their commands run and print what
+stands below them.
+
+A page is run from top to bottom in one folder. python and jsonl blocks become files, of the last
+name in backquotes in the line above. sh blocks are run command by command, train.py with few steps;
+models of the hub, also of a config file, are the embedded checkpoint with a chat template; gsm8k/
+has two files in the form of GSM8K, their problems as long; torchrun starts two ranks, whatever it
+is told. A block without a language says lines that the sh block above it prints, ... standing for
+anything; where one begins with "error:", the last command of that block must fail, all others must
+end well. A text block right below an sh block is what one machine printed: the same lines with
+other numbers. All other text blocks are read: what they say to train.py must be settings."""
 import fnmatch
+import importlib.util
 import json
 import os
 import re
@@ -10,24 +20,27 @@ import shutil
 import sys
 
 import pytest
+from torch.distributed.run import parse_args
 
-from conftest import ROOT, Forked
+import train
+from conftest import ROOT, Forked, Ranks
 
-PAGE = os.path.join(ROOT, "docs", "yours.md")
+PAGES = ("problems models watching trouble memory lora several-gpus reproduce").split()
 BLOCK = re.compile(r"^```(\w*)\n(.*?)^```$", re.M | re.S)
 # appended to each command of train.py
 SMALL = ["--steps=2", "--prompts=2", "--group=4", "--eval_problems=2", "--eval_final=2",
          "--eval_every=2", "--eval_batch=2", "--save_every=9", "--max_new_tokens=5",
          "--device=cpu"]
-OF_THE_HUB = ("config/gsm8k.py", "config/smollm2.py")  # config files that name a model there
+OF_THE_HUB = ("config/gsm8k.py", "config/qwen2.5.py", "config/smollm2.py")
+NEEDS = {"experiments.plot": "matplotlib", "--tracker=tensorboard": "tensorboard",
+         "with_peft.py": "peft"}  # words of commands that are only read where this is missing
 CHAT = ("{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}"
         "{% if add_generation_prompt %}assistant: {% endif %}")
 
 
-def sections():
-    with open(PAGE, encoding="utf-8") as f:
-        _, *parts = re.split(r"^## ", f.read(), flags=re.M)
-    return {part.split("\n")[0]: part for part in parts}
+def page(name):
+    with open(os.path.join(ROOT, "docs", f"{name}.md"), encoding="utf-8") as f:
+        return f.read()
 
 
 def blocks(text):
@@ -50,15 +63,30 @@ def run_here(folder, words):
     runpy.run_path(script, run_name="__main__")
 
 
+def as_one_rank(folder, args):
+    os.chdir(folder)
+    train.main(args)
+
+
 def run(folder, line):
     """A command of a sh block. -> exit code, what it printed"""
-    python, *words = shlex.split(line, comments=True)
-    assert python == "python", f"{line!r}: commands of this page begin with python"
+    program, *words = shlex.split(line, comments=True)
+    ranks = program == "torchrun"
+    if ranks:
+        asked = parse_args(words)
+        assert asked.standalone and int(asked.nproc_per_node) > 1
+        words = [asked.training_script, *asked.training_script_args]
+    else:
+        assert program == "python", f"{line!r}: commands begin with python or torchrun"
     if words[0] == "train.py":
         words += SMALL
     if any(word in OF_THE_HUB for word in words):
         words.append(f"--model={folder}/model")
     words = [re.sub("^--model=[A-Z].*", f"--model={folder}/model", word) for word in words]
+    if ranks:
+        assert words[0] == "train.py"
+        codes, texts = Ranks(2, folder, as_one_rank, (str(folder), words[1:])).wait()
+        return max(codes), texts[0]
     printed = os.path.join(folder, "printed.txt")
     start = os.path.getsize(printed) if os.path.exists(printed) else 0
     code = Forked(printed, run_here, str(folder), words).wait()
@@ -67,7 +95,8 @@ def run(folder, line):
 
 
 def prepare(folder):
-    """What the page takes to be there: config, data/tiny, a model with a chat template, GSM8K."""
+    """What a page takes to be there: config, data/tiny, a model with a chat template, GSM8K, logs."""
+    shutil.copytree(os.path.join(ROOT, "results", "main"), folder / "results" / "main")
     os.symlink(os.path.join(ROOT, "config"), folder / "config")
     os.makedirs(folder / "data")
     os.symlink(os.path.join(ROOT, "data", "tiny"), folder / "data" / "tiny")
@@ -109,26 +138,55 @@ def missing(said, printed):
             if not any(fnmatch.fnmatchcase(got, pattern(line)) for got in lines)]
 
 
-@pytest.mark.parametrize("name", sections())
-def test_the_page_runs(name, tmp_path):
+def other_numbers(text):
+    """Lines without their numbers, and without the verdict that hangs on one."""
+    return [" ".join(re.sub(r"[-+]?\d[\d.,]*|no help", "", line).split())
+            for line in text.splitlines()]
+
+
+def run_block(folder, content, fails):
+    """The commands of a sh block, of which the last must fail if `fails`. -> what they printed, None
+    where a package is missing"""
+    printed, (_, *lines) = "", re.split("^(?=python |torchrun )", content, flags=re.M)
+    for n, line in enumerate(lines, 1):
+        if any(word in line and not importlib.util.find_spec(name)
+               for word, name in NEEDS.items()):
+            return None
+        code, text = run(folder, line)
+        printed += text
+        assert (code != 0) == (fails and n == len(lines)), f"{line}\n{text}"
+    return printed
+
+
+def read_block(content):
+    """A text block that is not run: what it says to train.py must be settings."""
+    for line in re.findall(r"^(?:python|torchrun .*) train\.py(.*)", content, re.M):
+        train.settings(shlex.split(line, comments=True))
+
+
+@pytest.mark.parametrize("name", PAGES)
+def test_the_page_runs(name, tmp_path, monkeypatch):
+    monkeypatch.chdir(ROOT)
     prepare(tmp_path)
-    found = list(blocks(sections()[name]))
-    printed = ""
+    found = list(blocks(page(name)))
+    assert "sh" in [language for language, *_ in found[:3]], "a page begins with a command"
+    printed, before = "", ""
     for i, (language, content, file) in enumerate(found):
-        if language == "":
-            assert printed, "a block without language stands below no sh block"
-            assert not missing(content, printed), printed
-        elif language == "sh":
+        if language == "sh":
             said = found[i + 1][1] if i + 1 < len(found) and not found[i + 1][0] else ""
             fails = re.search("^error:", said, re.M) is not None
-            printed, (_, *lines) = "", re.split("^(?=python )", content, flags=re.M)
-            for n, line in enumerate(lines, 1):
-                code, text = run(tmp_path, line)
-                printed += text
-                assert (code != 0) == (fails and n == len(lines)), f"{line}\n{text}"
-        elif language != "text":
-            assert language in ("python", "jsonl", "jinja") and file, f"{language!r} block: {file}"
+            printed = run_block(tmp_path, content, fails)
+        elif language == "":
+            assert printed != "", "a block without language stands below no sh block"
+            assert printed is None or not missing(content, printed), printed
+        elif language == "text" and before == "sh":
+            assert {*other_numbers(content)} <= {*other_numbers(printed)}, printed
+        elif language == "text":
+            read_block(content)
+        else:
+            assert language in ("python", "jsonl") and file, f"{language!r} block: {file}"
             (tmp_path / file).write_text(content)
+        before = language
 
 
 def test_a_line_that_is_not_printed_is_found():
@@ -137,6 +195,10 @@ def test_a_line_that_is_not_printed_is_found():
     assert not missing("step 0 | reward ... s\nmine.jsonl: ... [held] out", printed)
     assert missing("step 0 | reward\nmine", printed) == ["step 0 | reward", "mine"]
     assert missing("mine.jsonl: 21 ...", printed) == ["mine.jsonl: 21 ..."]
+    assert other_numbers("a=8  0.4 -0.1 no help") == other_numbers("a=16  1,000.5 +0.1")
+    assert other_numbers("a=8  0.4") != other_numbers("b=8  0.4")
+    with pytest.raises(ValueError, match="unknown key"):
+        read_block("python train.py --stepz=1")
 
 
 def test_problems_as_long_as_real_ones_need_the_tokens_that_the_page_names(tmp_path):
