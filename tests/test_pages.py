@@ -24,6 +24,7 @@ from torch.distributed.run import parse_args
 
 import train
 from conftest import ROOT, Forked, Ranks
+from run.settings import MAY_CHANGE
 
 PAGES = ("problems models watching trouble memory lora several-gpus reproduce").split()
 BLOCK = re.compile(r"^```(\w*)\n(.*?)^```$", re.M | re.S)
@@ -95,7 +96,8 @@ def run(folder, line):
 
 
 def prepare(folder):
-    """What a page takes to be there: config, data/tiny, a model with a chat template, GSM8K, logs."""
+    """What a page takes to be there: config, data/tiny, a model with a chat template, GSM8K, and
+    logs."""
     shutil.copytree(os.path.join(ROOT, "results", "main"), folder / "results" / "main")
     os.symlink(os.path.join(ROOT, "config"), folder / "config")
     os.makedirs(folder / "data")
@@ -145,8 +147,8 @@ def other_numbers(text):
 
 
 def run_block(folder, content, fails):
-    """The commands of a sh block, of which the last must fail if `fails`. -> what they printed, None
-    where a package is missing"""
+    """The commands of a sh block, of which the last must fail if `fails`. -> what they printed,
+    None where a package is missing"""
     printed, (_, *lines) = "", re.split("^(?=python |torchrun )", content, flags=re.M)
     for n, line in enumerate(lines, 1):
         if any(word in line and not importlib.util.find_spec(name)
@@ -212,3 +214,65 @@ def test_a_command_that_fails_is_found(tmp_path):
     prepare(tmp_path)
     code, text = run(tmp_path, "python train.py --reward=nobodys")
     assert code == 1 and text.startswith("error: unknown reward 'nobodys'")
+
+
+# numbers that stand on these pages, and their logs; those of lora.md, several-gpus.md and memory.md
+# are in test_lora.py, test_parallel.py and test_readme.py
+
+def kept(name):
+    with open(os.path.join(ROOT, "results", name), encoding="utf-8") as f:
+        return f.read()
+
+
+def test_the_default_run_is_that_of_its_logs():
+    said = " ".join(page("reproduce").split())
+    for start, name in (("ended at", "two-threads"), ("With one thread it ended at", "smd-0")):
+        last = json.loads(kept(f"default-cpu/{name}.jsonl").splitlines()[-1])
+        ends = "{eval_compressed:.3f} / {eval_dense:.3f}".format(**last)
+        assert re.search(rf"{start} {ends}.*?`results/default-cpu/{name}.jsonl`", said)
+    times = kept("times.log").split("60 steps, two threads, two idle cores")[1]
+    (idle, busy), text = re.findall(r"real\s+(\d+m[\d.]+)s", times), times.split("five seeds")[1]
+    idle, busy = (60 * int(x.split("m")[0]) + float(x.split("m")[1]) for x in (idle, busy))
+    assert f"it took {idle:.0f} seconds" in said and f"it took {busy / 60:.0f} minutes" in said
+    minutes = {arm: [float(x) for x in re.findall(rf"^{arm} .* after ([\d.]+) min", text, re.M)]
+               for arm in ("smd", "naive")}
+    assert all(len(x) == 5 for x in minutes.values())
+    assert ("took {} to {} minutes each, those of naive {} to {} (").format(
+        *(f(minutes[arm]) for arm in ("smd", "naive") for f in (min, max))) in said
+    first = re.match(r"round 1 (\d+) s", kept("tune/time.txt"))[1]
+    assert f"83 runs of 150 steps, took {first} seconds on two cards" in said
+
+
+def test_what_a_resume_may_change():
+    said, = re.findall(r"These settings may change: (.*?)\.", page("trouble"))
+    assert {*re.findall(r"`(\w+)`", said)} == MAY_CHANGE - {"resume", "overwrite", "dry_run"}
+
+
+def test_dtypes_are_those_of_the_log():
+    rows = [[cell.strip() for cell in line.strip("|").split("|")]
+            for line in page("reproduce").splitlines() if re.match(r"\| \d\dM \|", line)]
+    found = re.findall(r"^([\d.]+)M \| --prompt_tokens=(\d+) \| float32 ([\d.]+)\+([\d.]+) s.*"
+                       r"bfloat16 ([\d.]+)\+([\d.]+) s", kept("dtype-h100.log"), re.M)
+    assert len(rows) == len(found) == 4
+    for row, (size, prompt, *seconds) in zip(rows, found):
+        a, b, c, d = (f"{float(x):.2f}" for x in seconds)
+        assert row[0] == f"{float(size):.0f}M" and row[1].startswith(f"{int(prompt):,}, ")
+        assert row[2:] == [f"{a} + {b}", f"{c} + {d}"]
+
+
+def test_what_is_compared_is_that_of_its_logs():
+    text = kept("tests.txt")
+    toys = re.findall(r"^[\w-]+: logits std .*, largest difference (\S+)$", text, re.M)
+    values = [f"{max(map(float, toys)):.1e}"]
+    values += re.findall(r"^(?:smollm2|qwen): largest logit difference (\S+) of", text, re.M)
+    values += [f"{n} of 5,000 strings" for n in
+               re.findall(r"^(?:smollm2|qwen): (\d+) of 5000 strings", text, re.M)]
+    values += [f"{x} relative" for x in
+               re.search(r"fp64: values (\S+), gradients (\S+)", text).groups()]
+    for dtype in ("float32", "bfloat16"):
+        lines = re.findall(rf"^triton {dtype} .* \d+:\d+ +\d+ (.*)\|", kept("shadow_attn-h100.txt"),
+                           re.M)
+        values.append(f"{max(float(x) for line in lines for x in line.split()):.1e} relative")
+    table = page("reproduce").split("| what is compared |")[1].split("\n\n")[0]
+    said = [line.strip("|").split("|")[1].strip() for line in table.splitlines()[2:]]
+    assert said == [x.replace("e-0", "e-") for x in values] and len(said) == 9
