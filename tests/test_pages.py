@@ -24,9 +24,10 @@ from torch.distributed.run import parse_args
 
 import train
 from conftest import ROOT, Forked, Ranks
+from experiments import logs
 from run.settings import MAY_CHANGE
 
-PAGES = ("problems models watching trouble memory lora several-gpus reproduce").split()
+PAGES = "problems models watching trouble memory lora several-gpus reproduce".split()
 BLOCK = re.compile(r"^```(\w*)\n(.*?)^```$", re.M | re.S)
 # appended to each command of train.py
 SMALL = ["--steps=2", "--prompts=2", "--group=4", "--eval_problems=2", "--eval_final=2",
@@ -241,6 +242,12 @@ def test_the_default_run_is_that_of_its_logs():
         *(f(minutes[arm]) for arm in ("smd", "naive") for f in (min, max))) in said
     first = re.match(r"round 1 (\d+) s", kept("tune/time.txt"))[1]
     assert f"83 runs of 150 steps, took {first} seconds on two cards" in said
+
+
+def test_the_seeds_of_lora_are_those_of_their_logs():
+    arm = logs.load(os.path.join(ROOT, "results", "lora"))["smd lora_rank=8 lr=3e-3"]
+    seeds = logs.results(arm, "eval_compressed")
+    assert f"({', '.join(f'{seeds[i]:.3f}' for i in range(3))})" in page("lora") and len(seeds) == 3
 
 
 def test_what_a_resume_may_change():
