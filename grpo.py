@@ -394,18 +394,18 @@ class GRPO:
     def check(cls, config):
         """Raise ValueError for settings that make no sense together, before a model is loaded."""
         if config.group < cls.at_least:
-            raise ValueError(f"group must be at least {cls.at_least}, got {config.group}: samples "
-                             "of one prompt are compared")
+            raise ValueError(f"group must be at least {cls.at_least}, got "
+                             f"{config.group}: samples of one prompt are compared")
+        name = f"correction={config.correction}"
         if config.correction == "none":
             return
         if config.ratio_to == "sampler":
-            raise ValueError(f"correction={config.correction} with ratio_to=sampler would count "
-                             "twice what sets the learner apart from the sampler")
+            raise ValueError(f"{name} with ratio_to=sampler would count twice what "
+                             "sets the learner apart from the sampler")
         if config.evict == "none" or config.learner == "shadow":
-            raise ValueError(f"correction={config.correction} weighs a sampler that was not the "
-                             f"learner; with evict={config.evict}, learner={config.learner} both "
-                             "are one policy and all weights 1: it takes an eviction method and "
-                             "--learner=dense")
+            raise ValueError(f"{name} weighs a sampler that was not the learner; with "
+                             f"evict={config.evict}, learner={config.learner} both are "
+                             "one policy: it takes an eviction method, --learner=dense")
 
     def prepare(self, rollout, rewards, score):
         """Once per rollout, before its first update: what takes the whole batch, so that
@@ -442,14 +442,15 @@ class GRPO:
         logp = out[config.learner]
         if config.ratio_to == "sampler":
             old = part.logp_roll
+        scale = batch["scale"]                                  # (b, G, R)
         loss, stats = policy_loss(
             logp, old, batch["adv"], part.mask, clip=config.clip,
-            clip_high=config.clip_high, weight=batch.get("weight"), scale=batch["scale"])
+            clip_high=config.clip_high, weight=batch.get("weight"), scale=scale)
         n = part.mask.sum().item()
         of_all = whole.mask.sum().item()
         numbers = {name: x.item() * n / of_all for name, x in stats.items()}
         if self.reference is not None:
-            kl = (batch["scale"] * reference_kl(logp, batch["ref"], part.mask, old)).sum()
+            kl = (scale * reference_kl(logp, batch["ref"], part.mask, old)).sum()
             loss = loss + config.ref_kl * kl
             numbers["ref_kl"] = kl.item()
         return loss, numbers

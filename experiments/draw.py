@@ -201,8 +201,7 @@ def print_methods(net, tok):
 
 
 def draw_cache(ax, texts, kept, code):
-    """A row per prompt token, a column per layer and KV head. kept (L, nkv, K), code:
-    positions."""
+    """A row per prompt token, a column per layer and KV head. kept (L, nkv, K), code: positions."""
     P, nkv = len(texts), kept.shape[1]
     columns = [kinds(positions, P) for positions in kept.flatten(0, 1).tolist()]
     paint(ax, ["".join(letters) for letters in zip(*columns)], KINDS)

@@ -112,8 +112,7 @@ def score(model, rollout):
 
 
 def token_weights(dense, rollout):
-    """Per-token weights (B, G, R) of every arm but seq, whose weight is one number per
-    sample."""
+    """Per-token weights (B, G, R) of every arm but seq, whose weight is one number per sample."""
     ones = torch.ones_like(dense)
     tis, sparse_rl = (correction(name, dense, rollout.logp_roll, rollout.mask)
                       for name in ("tis", "sparse_rl"))
@@ -171,8 +170,7 @@ def log_weights(logp, other):
 
 
 def measure(model, ids, c, lengths):
-    """Roll out once, score, differentiate. -> per-sample numbers by length, fp64: see
-    summarise"""
+    """Roll out once, score, differentiate. -> per-sample numbers by length, fp64: see summarise"""
     say(f"sampling {c.prompts} x {c.group} responses of {lengths[-1]} tokens twice, "
         "from mu and from pi")
     mu = generate(model, ids, c.group, lengths[-1], temperature=c.temperature,
@@ -230,8 +228,7 @@ def log_ess(x):
 
 
 def log_floor(x):
-    """Log of a lower bound of Var W = E W^2 - 1; none where the mean of logs is not
-    positive."""
+    """Log of a lower bound of Var W = E W^2 - 1; none where the mean of logs is not positive."""
     return x.mean(-1).expm1().log()
 
 
@@ -313,9 +310,8 @@ def shrink(log_g, log_mean_g):
 def summarise(raw, lengths, times):
     """-> {quantity: see over_lengths}, natural logs; None where there is no finite number.
 
-    raw: log_w, log_w_shadow (samples of mu), log_w_pi (of pi), log_g_pi, log_g[arm]: lists
-    over lengths of (B, G); log_mean[arm], mean_weight[arm]: lists over lengths of
-    numbers."""
+    raw: log_w, log_w_shadow (samples of mu), log_w_pi (of pi), log_g_pi, log_g[arm]: lists over
+    lengths of (B, G); log_mean[arm], mean_weight[arm]: lists over lengths of numbers."""
     index = resample(len(raw["log_w"][0]), times)
 
     def each(f, *series):
