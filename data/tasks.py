@@ -41,37 +41,32 @@ import re
 from dataclasses import replace
 from statistics import median_high
 
-from data.answers import RULES, after_thought, in_form, is_number, last_number, only_number
-from data.files import (
-    HOLD_OUT,
-    Problem,
-    content_of,
-    file_problem,
-    files_of,
-    is_file,
-    read_splits,
-)
+from data import answers, files
+from data.answers import RULES, after_thought, in_form
+from data.files import Problem, content_of, is_file, read_splits
 from data.rewards import RewardError, earns, explain, named_numbers, number, rule_of
 from support.jsonfile import shown
 from support.run import failures
 
-THINGS = """anchor apple arrow badge ball banner barrel basket bell blanket boat bottle bowl box
-bridge broom brush bucket button cabin camera candle carpet castle chain chair clock coat coin
-comb compass cup curtain desk diamond dish doll door drum engine fan feather fence flag flute
-fork fountain garden gate glove guitar hammer hat helmet hook horn jar jewel kettle key kite
-knife ladder lamp lantern leaf lemon letter lock magnet map mask mirror mug nail necklace needle
-net onion orange oven paddle paint pearl pencil piano pillow pin pipe plate pump quilt radio
-ribbon ring robe rope ruler saddle scarf shell shield shoe shovel spoon statue stone stool table
-tent tower towel train trumpet umbrella vase violin wagon watch wheel whistle window""".split()
-KINDS = """amber ancient black blue bright bronze brown broken copper crystal dusty empty fancy
-frozen golden green heavy hidden hollow iron ivory little noisy painted pale purple quiet red
-rusty silver tiny wooden yellow""".split()
-PLACES = """attic bakery barn beach cafe canal cave cellar chapel church factory farm field
-forest harbor hill hotel house island kitchen lake library market meadow mill museum orchard
-palace park pond port river school shop square stable station street temple valley village
-workshop""".split()
-NAMES = """Adam Alice Anna Ben Carla David Emma Eric Fiona Frank Grace Helen Henry Iris Jack
-Julia Karl Laura Leo Maria Martin Nina Oscar Paul Rosa Sara Simon Tom Victor Wendy""".split()
+THINGS = """anchor apple arrow badge ball banner barrel basket bell blanket boat bottle
+bowl box bridge broom brush bucket button cabin camera candle carpet castle chain chair
+clock coat coin comb compass cup curtain desk diamond dish doll door drum engine fan
+feather fence flag flute fork fountain garden gate glove guitar hammer hat helmet hook
+horn jar jewel kettle key kite knife ladder lamp lantern leaf lemon letter lock magnet
+map mask mirror mug nail necklace needle net onion orange oven paddle paint pearl pencil
+piano pillow pin pipe plate pump quilt radio ribbon ring robe rope ruler saddle scarf
+shell shield shoe shovel spoon statue stone stool table tent tower towel train trumpet
+umbrella vase violin wagon watch wheel whistle window""".split()
+KINDS = """amber ancient black blue bright bronze brown broken copper crystal dusty
+empty fancy frozen golden green heavy hidden hollow iron ivory little noisy painted pale
+purple quiet red rusty silver tiny wooden yellow""".split()
+PLACES = """attic bakery barn beach cafe canal cave cellar chapel church factory farm
+field forest harbor hill hotel house island kitchen lake library market meadow mill
+museum orchard palace park pond port river school shop square stable station street
+temple valley village workshop""".split()
+NAMES = """Adam Alice Anna Ben Carla David Emma Eric Fiona Frank Grace Helen Henry Iris
+Jack Julia Karl Laura Leo Maria Martin Nina Oscar Paul Rosa Sara Simon Tom Victor
+Wendy""".split()
 FILLER = """The road to the {place} was quiet this morning.
 A {kind} cloud passed slowly over the {place}.
 {name} walked past the {place} and said nothing.
@@ -124,7 +119,7 @@ def filler(rng):
 
 def codes(rng, n):
     """n different four-digit numbers as text."""
-    return [str(c) for c in rng.sample(range(1000, 10000), n)]
+    return [str(code) for code in rng.sample(range(1000, 10000), n)]
 
 
 def coded_keys(rng, things=THINGS):
@@ -151,34 +146,39 @@ def needle(rng):
     return facts, filler(rng), question, code
 
 
+def facts_of(pairs):
+    return (f"The code for {key} is {code}." for key, code in pairs)
+
+
+def asks_for(pairs):
+    return f"Repeat each word with its code: {', '.join(key for key, _ in pairs)}."
+
+
 def kv(rng, asked=1):
     # the first token of a response, for which no key was evicted, is a word of the question
     pairs = coded_keys(rng)
     wanted = list(itertools.islice(pairs, asked))
-    lines = (f"The code for {key} is {code}." for key, code in itertools.chain(wanted, pairs))
-    facts = list(itertools.islice(lines, 4 * asked))  # at most a quarter of them is asked for
-    question = f"Repeat each word with its code: {', '.join(key for key, _ in wanted)}."
-    return facts, lines, question, " ".join(f"{key} {code}" for key, code in wanted)
+    lines = facts_of(itertools.chain(wanted, pairs))
+    facts = list(itertools.islice(lines, 4 * asked))  # at most a quarter is asked for
+    return facts, lines, asks_for(wanted), " ".join(map(" ".join, wanted))
 
 
 def list_(rng, things=THINGS):
     pairs = coded_keys(rng, things)
     wanted = list(itertools.islice(pairs, 6))
-    facts = [f"The code for {key} is {code}." for key, code in wanted]
-    lines = (f"The code for {key} is {code}." for key, code in pairs)
-    question = f"Repeat each word with its code: {', '.join(key for key, _ in wanted)}."
+    facts = list(facts_of(wanted))
     # as answer the facts once more: what an example shows need only be copied
-    return facts, lines, question, " ".join(facts)
+    return facts, facts_of(pairs), asks_for(wanted), " ".join(facts)
 
 
 def own(rng):
-    # the second pair is a distractor: without it the only number in the text would be the answer
-    a, b = rng.sample(NAMES, 2)
-    x, y = rng.sample(THINGS, 2)
+    # the second pair distracts: without it the only number in the text would be the answer
+    owner, other = rng.sample(NAMES, 2)
+    thing, another = rng.sample(THINGS, 2)
     code, wrong = codes(rng, 2)
-    facts = [f"{a} owns the {x}.", f"{b} owns the {y}.",
-             f"The code of the {x} is {code}.", f"The code of the {y} is {wrong}."]
-    question = f"What is the code of the thing that {a} owns? {NUMBER_ONLY}"
+    facts = [f"{owner} owns the {thing}.", f"{other} owns the {another}.",
+             f"The code of the {thing} is {code}.", f"The code of the {another} is {wrong}."]
+    question = f"What is the code of the thing that {owner} owns? {NUMBER_ONLY}"
     return facts, filler(rng), question, code
 
 
@@ -194,8 +194,7 @@ def sum_(rng):
     prices = rng.sample(range(10, 100), 3)
     facts = [f"The {thing} costs {price} coins." for thing, price in zip(things, prices)]
     question = f"How many coins do the {things[0]} and the {things[1]} cost together?"
-    question = f"{question} {NUMBER_ONLY}"
-    return facts, filler(rng), question, str(prices[0] + prices[1])
+    return facts, filler(rng), f"{question} {NUMBER_ONLY}", str(sum(prices[:2]))
 
 
 def problem(task, split, seed, index, tokens, encode):
@@ -257,20 +256,21 @@ def fit(size, tokens, what):
     of calls. StopIteration out of `size` means that n is more than there is."""
     low, used = 0, size(0)
     if used > tokens:
-        raise ValueError(f"{what} needs at least {used} tokens, got prompt_tokens={tokens}")
+        raise ValueError(f"{what} needs at least {used} tokens, got "
+                         f"prompt_tokens={tokens}")
     high, slope = math.inf, 10.0  # high: the smallest n known not to fit
     while high - low > 1:
         n = min(low + max(1, int((tokens - used) / slope)), high - 1)
         try:
-            s = size(n)
+            now = size(n)
         except StopIteration:
-            s = math.inf
-        if s <= tokens:
-            slope = max(1.0, (s - used) / (n - low))
-            low, used = n, s
+            now = math.inf
+        if now <= tokens:
+            slope = max(1.0, (now - used) / (n - low))
+            low, used = n, now
         else:
             high = n
-            slope *= 1.5  # shorter steps: one that overshoots could repeat down to high one by one
+            slope *= 1.5  # shorter steps: else it could come down to high one by one
     return low
 
 
@@ -284,13 +284,12 @@ def prompt_encoder(tok, template=None, examples=(), raw=False, control=False):
     template = template or {}
     if not isinstance(template, dict):
         raise ValueError(f"template is {template!r}, must be an object")
-    if template and not tok.has_chat:
-        raise ValueError(f"template {min(template)!r}: this checkpoint has no chat template")
-    if template and raw:
-        raise ValueError(f"template {min(template)!r}: raw_text=True uses no chat template")
+    if template and (raw or not tok.has_chat):
+        why = "raw_text=True uses" if tok.has_chat else "this checkpoint has"
+        raise ValueError(f"template {min(template)!r}: {why} no chat template")
     if control and not raw:
-        raise ValueError("control_tokens=True needs raw_text=True: in a chat template, or before "
-                         "\"Answer:\", what a prompt says is text")
+        raise ValueError("control_tokens=True needs raw_text=True: in a chat template, or "
+                         "before \"Answer:\", what a prompt says is text")
 
     def chat(prompt):
         """-> the system's messages, the others"""
@@ -305,19 +304,21 @@ def prompt_encoder(tok, template=None, examples=(), raw=False, control=False):
         return tok.chat([*system, *answered, *turns], **template)
 
     def as_text(text):
-        ids, bos = tok.encode(f"{before}{text}{end}", special=control), list(tok.bos_ids)
+        ids = tok.encode(f"{before}{text}{end}", special=control)
+        bos = list(tok.bos_ids)
         return ids if control and ids[:len(bos)] == bos else bos + ids
 
     if tok.has_chat and not raw:
         answered = []
-        for p in examples:
-            answered += [*chat(p.prompt)[1], dict(role="assistant", content=p.worked)]
+        for each in examples:
+            answered += [*chat(each.prompt)[1],
+                         dict(role="assistant", content=each.worked)]
         return as_messages
     end = "" if raw else "\nAnswer:"
     before = ""
-    for p in examples:
-        gap = "" if f"{p.text}{end}"[-1].isspace() else " "
-        before += f"{p.text}{end}{gap}{p.worked}\n\n"
+    for each in examples:
+        gap = "" if f"{each.text}{end}"[-1].isspace() else " "
+        before += f"{each.text}{end}{gap}{each.worked}\n\n"
     return as_text
 
 
@@ -336,15 +337,16 @@ def ends_in_thought(text):
 def stop_strings(setting):
     """The setting `stop`, a text or a JSON list of texts -> tuple. Raises ValueError for an empty
     one."""
-    found = (setting,) if setting else ()
+    found = [setting] if setting else []
     if setting.startswith("["):
         try:
-            found = tuple(json.loads(setting))
+            found = json.loads(setting)
         except ValueError:
-            found = (None,)
+            found = [None]
     if not all(isinstance(text, str) and text for text in found):
-        raise ValueError(f"stop {shown(setting)}: a text, or a JSON list of texts, none empty")
-    return found
+        raise ValueError(f"stop {shown(setting)}: a text, or a JSON list of texts, none "
+                         "empty")
+    return tuple(found)
 
 
 def before_stop(text, stops):
@@ -378,7 +380,8 @@ def listed(text, gold):
     its word and a second guess earn nothing, a code given to two words is wrong for both, and a
     list of all codes earns the less, the longer it is."""
     want = dict(FACT.findall(gold))
-    said, word, codes = {}, None, 0
+    said = {}
+    word, codes = None, 0
     for found in SAID.findall(text):
         if found.lower() in want:
             word = found.lower()
@@ -388,7 +391,7 @@ def listed(text, gold):
                 said.setdefault(word, found)
             word = None
     given = [*said.values()]
-    right = sum(said.get(word) == code and given.count(code) == 1 for word, code in want.items())
+    right = sum(given.count(code) == 1 for word, code in said.items() if want[word] == code)
     return right / max(len(want), codes, 1)
 
 
@@ -426,17 +429,17 @@ def judge(batch, texts, split, first, tokens=None):
                     found = problem.rule(problem.row, text, tokens[b][g])
                 else:
                     found = named_numbers(reward(problem, text))
-            except failures() as e:  # whatever somebody's own rule may raise
+            except failures() as error:  # whatever somebody's own rule may raise
                 has = ""
-                if callable(problem.rule) and isinstance(e, KeyError):
+                if callable(problem.rule) and isinstance(error, KeyError):
                     has = f"; the row has {', '.join(problem.row):.300}"
                 question = shown(problem.text.splitlines()[-1])
                 where = f"{split} problem {first + b} {problem.where}".strip()
                 raise RewardError(f"the reward of {where} ({question}, response {shown(text)}) "
-                                  f"{explain(e)}{has}") from None
+                                  f"{explain(error)}{has}") from None
             rewards[b].append(found.pop("reward"))
-            for name, x in found.items():
-                parts.setdefault(name, []).append(x)
+            for name, number_ in found.items():
+                parts.setdefault(name, []).append(number_)
     return rewards, parts
 
 
@@ -446,19 +449,19 @@ def judge_together(batch, texts, what, tokens):
     rows = [problem.row for problem, group in zip(batch, texts) for _ in group]
     try:
         return batch[0].rule.many(rows, sum(texts, []), sum(tokens, []))
-    except failures() as e:
-        raise RewardError(f"the reward of {what} {explain(e)}") from None
+    except failures() as error:
+        raise RewardError(f"the reward of {what} {explain(error)}") from None
 
 
 TASKS = {
-    "needle": (needle, only_number),
+    "needle": (needle, answers.only_number),
     "kv": (kv, in_form),
     "kv4": (functools.partial(kv, asked=4), in_form),
     "kv16": (functools.partial(kv, asked=16), in_form),
     "list": (list_, listed),
-    "own": (own, only_number),
-    "hop": (hop, only_number),
-    "sum": (sum_, last_number),
+    "own": (own, answers.only_number),
+    "hop": (hop, answers.only_number),
+    "sum": (sum_, answers.last_number),
 }
 # tasks with a worked example: what makes it, of words that no problem names
 EXAMPLES = {"list": functools.partial(list_, things=PLACES)}
@@ -488,7 +491,7 @@ class Problems:
             no_chat = ""
             if raw_text or not tok.has_chat:
                 no_chat = "raw_text=True" if raw_text else "this checkpoint has no chat template"
-            paths = sum(files_of(task, eval_task).values(), [])
+            paths = sum(files.files_of(task, eval_task).values(), [])
             self.file, examples = read_splits(paths, shots, self.notes, rule=rule, no_chat=no_chat)
         elif task in EXAMPLES:
             examples = [example(task)]
@@ -516,7 +519,7 @@ class Problems:
         lengths = f"median prompt {median} tokens, longest {self.longest}"
         if len(paths) == 1:
             self.notes.append(f"{self.task}: {train} problems to train on, {n} held out (one in "
-                              f"{HOLD_OUT}, by a hash), {wanted} wanted; {lengths}")
+                              f"{files.HOLD_OUT}, by a hash), {wanted} wanted; {lengths}")
         else:
             self.notes.append(f"{self.task}: {train} problems to train on; {paths[1]}: {n} held "
                               f"out, {wanted} wanted; {lengths}")
@@ -527,7 +530,7 @@ class Problems:
         if examples:
             self.notes.append(f"shots={len(examples)}: in front of each problem "
                               f"{', '.join(p.where for p in examples)}")
-        words = sum(not is_number(p.answer) for pool in self.file.values() for p in pool)
+        words = sum(not answers.is_number(p.answer) for pool in self.file.values() for p in pool)
         if words and self.rule == "auto":
             self.notes.append(f"{self.task}: {words} answers are no numbers and have to be given "
                               "word for word")
@@ -590,7 +593,7 @@ class Problems:
         if self.file is None:
             p = problem(self.task, split, seed, i, tokens=self.tokens, encode=self.encode)
         else:
-            p = file_problem(self.file, split, seed, i)
+            p = files.file_problem(self.file, split, seed, i)
         thinks = self.thinks or (self.control_tokens and ends_in_thought(p.text))
         return replace(p, thinks=thinks, rule=self.rule)
 

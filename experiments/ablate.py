@@ -122,7 +122,7 @@ def parse_arm(text):
     options = [word for word in words if word.startswith("--")]
     files = "+".join(word for word in words if word not in options).split("+")
     if not all(file.endswith(".py") for file in files):
-        raise ValueError(f"arm {text!r}: write config/NAME.py+config/NAME.py --key=value")
+        raise ValueError(f"arm {text!r}: write config/NAME.py+config/B.py --key=value")
     name = [os.path.basename(files[-1])[:-3]]
     for option in options:
         key, _, value = option[2:].partition("=")
@@ -168,8 +168,8 @@ def name_comparisons(where, text):
     ValueError if others are named there."""
     before = logs.compared(where)
     if text and before and text != before["compare"]:
-        raise ValueError(f"compare was {shown(before['compare'])} in {where!r}, not "
-                         f"{shown(text)}: choose another --out and --keep")
+        raise ValueError(f"compare was {shown(before['compare'])} in {where!r}, now "
+                         f"it is {shown(text)}: choose another --out and --keep")
     if before or not text:
         return before
     return dict(compare=text, begun=sum(map(len, logs.find_logs(where).values())))
