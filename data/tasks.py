@@ -172,12 +172,12 @@ def list_(rng, things=THINGS):
 
 
 def own(rng):
-    # the second pair distracts: without it the only number in the text would be the answer
+    # the second pair distracts: without it the text's only number would be the answer
     owner, other = rng.sample(NAMES, 2)
-    thing, another = rng.sample(THINGS, 2)
+    one, two = rng.sample(THINGS, 2)
     code, wrong = codes(rng, 2)
-    facts = [f"{owner} owns the {thing}.", f"{other} owns the {another}.",
-             f"The code of the {thing} is {code}.", f"The code of the {another} is {wrong}."]
+    facts = [f"{owner} owns the {one}.", f"{other} owns the {two}.",
+             f"The code of the {one} is {code}.", f"The code of the {two} is {wrong}."]
     question = f"What is the code of the thing that {owner} owns? {NUMBER_ONLY}"
     return facts, filler(rng), question, code
 
@@ -192,7 +192,8 @@ def hop(rng):
 def sum_(rng):
     things = rng.sample(THINGS, 3)
     prices = rng.sample(range(10, 100), 3)
-    facts = [f"The {thing} costs {price} coins." for thing, price in zip(things, prices)]
+    facts = [f"The {thing} costs {price} coins."
+             for thing, price in zip(things, prices)]
     question = f"How many coins do the {things[0]} and the {things[1]} cost together?"
     return facts, filler(rng), f"{question} {NUMBER_ONLY}", str(sum(prices[:2]))
 
@@ -288,8 +289,8 @@ def prompt_encoder(tok, template=None, examples=(), raw=False, control=False):
         why = "raw_text=True uses" if tok.has_chat else "this checkpoint has"
         raise ValueError(f"template {min(template)!r}: {why} no chat template")
     if control and not raw:
-        raise ValueError("control_tokens=True needs raw_text=True: in a chat template, or "
-                         "before \"Answer:\", what a prompt says is text")
+        raise ValueError("control_tokens=True needs raw_text=True: in a chat template, "
+                         "or before \"Answer:\", what a prompt says is text")
 
     def chat(prompt):
         """-> the system's messages, the others"""
@@ -344,14 +345,15 @@ def stop_strings(setting):
         except ValueError:
             found = [None]
     if not all(isinstance(text, str) and text for text in found):
-        raise ValueError(f"stop {shown(setting)}: a text, or a JSON list of texts, none "
-                         "empty")
+        raise ValueError(f"stop {shown(setting)}: a text, or a JSON list of texts, "
+                         "none empty")
     return tuple(found)
 
 
 def before_stop(text, stops):
     """The text up to the first of the stop strings in it."""
-    return text[:min((text.index(stop) for stop in stops if stop in text), default=None)]
+    found = [text.index(stop) for stop in stops if stop in text]
+    return text[:min(found, default=None)]
 
 
 def stop_end(decode, ids, stops):
@@ -391,7 +393,8 @@ def listed(text, gold):
                 said.setdefault(word, found)
             word = None
     given = [*said.values()]
-    right = sum(given.count(code) == 1 for word, code in said.items() if want[word] == code)
+    right = sum(given.count(code) == 1 and code == want[word]
+                for word, code in said.items())
     return right / max(len(want), codes, 1)
 
 
@@ -418,7 +421,8 @@ def judge(batch, texts, split, first, tokens=None):
     problem, for one that is no finite number."""
     rewards, parts, many = [], {}, None
     if getattr(batch[0].rule, "batch", False):
-        many = iter(judge_together(batch, texts, f"{split} problems from {first} on", tokens))
+        what = f"{split} problems from {first} on"
+        many = iter(judge_together(batch, texts, what, tokens))
     for b, (problem, group) in enumerate(zip(batch, texts)):
         rewards.append([])
         for g, text in enumerate(group):
@@ -435,11 +439,11 @@ def judge(batch, texts, split, first, tokens=None):
                     has = f"; the row has {', '.join(problem.row):.300}"
                 question = shown(problem.text.splitlines()[-1])
                 where = f"{split} problem {first + b} {problem.where}".strip()
-                raise RewardError(f"the reward of {where} ({question}, response {shown(text)}) "
-                                  f"{explain(error)}{has}") from None
+                raise RewardError(f"the reward of {where} ({question}, response "
+                                  f"{shown(text)}) {explain(error)}{has}") from None
             rewards[b].append(found.pop("reward"))
-            for name, number_ in found.items():
-                parts.setdefault(name, []).append(number_)
+            for name, part in found.items():
+                parts.setdefault(name, []).append(part)
     return rewards, parts
 
 
@@ -483,82 +487,95 @@ class Problems:
     def __init__(self, task, tok, seed, tokens, n_eval, template=None, skip_long=False,
                  eval_task="", shots=0, raw_text=False, rule="auto", eval_first=0,
                  control_tokens=False):
-        self.task, self.seed, self.tokens, self.n_eval = task, seed, tokens, n_eval
-        self.eval_first, self.control_tokens = eval_first, control_tokens
-        self.rule, self.notes, self.longest = rule, list(tok.notes), tokens
-        self.file, examples = None, []
+        self.task = task
+        self.seed = seed
+        self.tokens = self.longest = tokens
+        self.n_eval = n_eval
+        self.eval_first = eval_first
+        self.control_tokens = control_tokens
+        self.rule = rule
+        self.notes = list(tok.notes)
+        self.file = None  # {split: Problems}
+        examples = []
         if is_file(task):
-            no_chat = ""
-            if raw_text or not tok.has_chat:
-                no_chat = "raw_text=True" if raw_text else "this checkpoint has no chat template"
+            no_chat = "" if tok.has_chat else "this checkpoint has no chat template"
+            no_chat = "raw_text=True" if raw_text else no_chat
             paths = sum(files.files_of(task, eval_task).values(), [])
-            self.file, examples = read_splits(paths, shots, self.notes, rule=rule, no_chat=no_chat)
+            self.file, examples = read_splits(paths, shots, self.notes, rule=rule,
+                                              no_chat=no_chat)
         elif task in EXAMPLES:
             examples = [example(task)]
-        self.encode = prompt_encoder(tok, template, examples, raw=raw_text, control=control_tokens)
+        self.encode = prompt_encoder(tok, template, examples, raw=raw_text,
+                                     control=control_tokens)
         self.thinks = opens_thought(tok, self.encode)
         if self.file:
             lengths = self._check_lengths(skip_long)
             self.longest = max(lengths)
             there = len(self.file["eval"])
             if eval_first >= there:
-                raise ValueError(f"eval_first {eval_first}: {eval_task or task} holds out {there} "
-                                 "problems")
+                raise ValueError(f"eval_first {eval_first}: {eval_task or task} holds "
+                                 f"out {there} problems")
             self.n_eval = min(n_eval, there - eval_first)
             self._describe(paths, examples, wanted=n_eval, median=median_high(lengths))
             self._note_spelled(tok)
         for split in ("eval", "train"):
-            (p,), _ = self.get(split, [0])
-            if rule in RULES and not earns(rule, p.answer, p.answer):
-                raise ValueError(f"task {task} has answers like {p.answer!r:.80}, which no text "
-                                 f"can match by reward={rule}")
+            (first,), _ = self.get(split, [0])
+            if rule in RULES and not earns(rule, first.answer, first.answer):
+                raise ValueError(f"task {task} has answers like {first.answer!r:.80}, "
+                                 f"which no text can match by reward={rule}")
+
+    def _note(self, said):
+        self.notes.append(f"{self.task}: {said}")
 
     def _describe(self, paths, examples, wanted, median):
         """Notes on what the files hold."""
-        train, n = len(self.file["train"]), len(self.file["eval"])
-        lengths = f"median prompt {median} tokens, longest {self.longest}"
+        pools = self.file.values()
+        train, held_out = map(len, pools)
+        where, how = f"; {paths[-1]}:", ""
         if len(paths) == 1:
-            self.notes.append(f"{self.task}: {train} problems to train on, {n} held out (one in "
-                              f"{files.HOLD_OUT}, by a hash), {wanted} wanted; {lengths}")
-        else:
-            self.notes.append(f"{self.task}: {train} problems to train on; {paths[1]}: {n} held "
-                              f"out, {wanted} wanted; {lengths}")
-        for p in examples:
-            if isinstance(self.rule, str) and (x := reward(p, p.worked)) < 1:
-                self.notes.append(f"shots: the answer of {p.where} earns {x:.3g} by "
-                                  f"reward={self.rule}, which the model will copy")
+            where, how = ",", f" (one in {files.HOLD_OUT}, by a hash)"
+        self._note(f"{train} problems to train on{where} {held_out} held out{how}, "
+                   f"{wanted} wanted; median prompt {median} tokens, longest "
+                   f"{self.longest}")
+        for each in examples:
+            if isinstance(self.rule, str) and (earned := reward(each, each.worked)) < 1:
+                self.notes.append(f"shots: the answer of {each.where} earns "
+                                  f"{earned:.3g} by reward={self.rule}, which the "
+                                  "model will copy")
         if examples:
             self.notes.append(f"shots={len(examples)}: in front of each problem "
-                              f"{', '.join(p.where for p in examples)}")
-        words = sum(not answers.is_number(p.answer) for pool in self.file.values() for p in pool)
+                              f"{', '.join(each.where for each in examples)}")
+        gold = [each.answer for pool in pools for each in pool]
+        words = len(gold) - sum(map(answers.is_number, gold))
         if words and self.rule == "auto":
-            self.notes.append(f"{self.task}: {words} answers are no numbers and have to be given "
-                              "word for word")
+            self._note(f"{words} answers are no numbers and have to be given word for "
+                       "word")
 
     def _note_spelled(self, tok):
         """A note on prompts through which a chat template seems to have gone already."""
-        prompts = [p.prompt for pool in self.file.values() for p in pool]
-        texts = ["\n".join(map(content_of, x)) if isinstance(x, list) else x for x in prompts]
+        texts = ["\n".join(map(content_of, each.messages or [dict(content=each.text)]))
+                 for pool in self.file.values() for each in pool]
         found = list(filter(None, map(tok.spelled, texts)))
         if found and not self.control_tokens:
-            self.notes.append(
-                f"{self.task}: {len(found)} of {len(texts)} prompts spell control tokens "
-                f"({found[0]}), which stay text; if a chat template has written them, say "
-                "--raw_text=True --control_tokens=True")
+            self._note(f"{len(found)} of {len(texts)} prompts spell control tokens "
+                       f"({found[0]}), which stay text; if a chat template has written "
+                       "them, say --raw_text=True --control_tokens=True")
 
     def _check_lengths(self, skip_long):
         """Sorts out prompts that are too long, split by split, so that the others stay where
         they are -> lengths of these, in tokens. One that is empty is an error."""
         fitting, lengths = {}, []
         for split, pool in self.file.items():
-            sizes = [len(self._ids(p, p.where)) for p in pool]
-            fitting[split] = [p for p, size in zip(pool, sizes) if size <= self.tokens]
+            sizes = [len(self._ids(each, each.where)) for each in pool]
+            fitting[split] = [each for each, size in zip(pool, sizes)
+                              if size <= self.tokens]
             lengths += sizes
         left = [size for size in lengths if size <= self.tokens]
-        if len(left) == len(lengths):
+        too_long = len(lengths) - len(left)
+        if not too_long:
             return lengths
-        what = (f"{self.task}: {len(lengths) - len(left)} of {len(lengths)} prompts are longer "
-                f"than prompt_tokens={self.tokens}, the longest has {max(lengths)} tokens")
+        what = (f"{self.task}: {too_long} of {len(lengths)} prompts are longer than "
+                f"prompt_tokens={self.tokens}, the longest has {max(lengths)} tokens")
         if not skip_long:
             raise ValueError(f"{what}: raise prompt_tokens, or leave them out with "
                              "--skip_long=True")
@@ -568,11 +585,11 @@ class Problems:
         self.notes.append(f"{what}: they are left out")
         return left
 
-    def _ids(self, p, name):
+    def _ids(self, problem, name):
         """-> the prompt of a problem as ids. ValueError names the one that is empty or that the
         chat template refuses."""
         try:
-            ids = self.encode(p.prompt)
+            ids = self.encode(problem.prompt)
         except ValueError as e:
             raise ValueError(f"{name}: {e}") from None
         if not ids:
@@ -582,28 +599,29 @@ class Problems:
     def get(self, split, indices):
         """-> problems number `indices` of a split, "train" or "eval"; their prompts. ValueError
         names the one that the chat template refuses."""
-        out = [self.one(split, i) for i in indices]
-        return out, [self._ids(p, f"{split} problem {i} of {self.task}")
-                     for i, p in zip(indices, out)]
+        found = [self.one(split, i) for i in indices]
+        return found, [self._ids(each, f"{split} problem {i} of {self.task}")
+                       for i, each in zip(indices, found)]
 
     def one(self, split, i):
         seed = self.seed
         if split == "eval":
             seed, i = 0, self.eval_first + i  # every seed is measured on the same problems
         if self.file is None:
-            p = problem(self.task, split, seed, i, tokens=self.tokens, encode=self.encode)
+            found = problem(self.task, split, seed, index=i, tokens=self.tokens,
+                            encode=self.encode)
         else:
-            p = files.file_problem(self.file, split, seed, i)
-        thinks = self.thinks or (self.control_tokens and ends_in_thought(p.text))
-        return replace(p, thinks=thinks, rule=self.rule)
+            found = files.file_problem(self.file, split, seed, i)
+        thinks = self.thinks or (self.control_tokens and ends_in_thought(found.text))
+        return replace(found, thinks=thinks, rule=self.rule)
 
 
 def show():
     """Print a problem of each task. A stand-in for a tokenizer: one token per word."""
     for name in TASKS:
         tokens = {"kv4": 110, "kv16": 440}.get(name, 100)
-        p = problem(name, "train", 0, 0, tokens=tokens, encode=str.split)
-        print(f"[{name}] {len(p.text.split())} words\n{p.text}\n-> {p.answer}\n")
+        one = problem(name, "train", 0, 0, tokens=tokens, encode=str.split)
+        print(f"[{name}] {len(one.text.split())} words\n{one.text}\n-> {one.answer}\n")
 
 
 if __name__ == "__main__":

@@ -186,8 +186,8 @@ def print_methods(net, tok):
           "s sink, k kept, w window, . dropped; ^ the code that is asked for")
     for method in EVICT:
         rollout = generate(net, [ids], group=1, max_new_tokens=5, temperature=0.0,
-                           eviction=Eviction(method, budget=BUDGET, window=WINDOW, sinks=SINKS),
-                           stop_ids=tok.stop_ids)
+                           stop_ids=tok.stop_ids, eviction=Eviction(
+                               method, budget=BUDGET, window=WINDOW, sinks=SINKS))
         kept = rollout.kept[0]                                   # (L, nkv, K)
         answer = responses(tok, rollout)[0]
         tell(f"\n{method}: {kept[0].shape[-1]} keys, greedy answer {answer!r}")

@@ -35,10 +35,9 @@ def parse_compare(text):
         match = re.match(
             r"([^/]+)/([^/]+)/(compressed|dense)(?:>(-?\d*\.?\d+))?,", rest)
         if not match or match[1] == match[2]:
-            raise ValueError(
-                f"compare {shown(rest[:-1])}: write ARM/OTHER/compressed or "
-                "ARM/OTHER/dense, for a margin with >NUMBER behind it, several joined by "
-                "commas")
+            raise ValueError(f"compare {shown(rest[:-1])}: write ARM/OTHER/compressed "
+                             "or ARM/OTHER/dense, for a margin with >NUMBER behind it, "
+                             "several joined by commas")
         one, other, cache, margin = match.groups()
         found.append((one, other, cache, float(margin) if margin else None))
         rest = rest[match.end():]
