@@ -215,9 +215,9 @@ class Tokenizer:
                 ids = [] if ids is None else [ids]
             for i in ids:
                 if type(i) is not int or i not in self.bytes:
-                    file = os.path.join(path, file)
-                    raise ValueError(f"{file}: eos_token_id {shown(i)} is not in "
-                                     "tokenizer.json: must be the id of a token, or a list")
+                    raise ValueError(f"{os.path.join(path, file)}: eos_token_id "
+                                     f"{shown(i)} is not in tokenizer.json: must be "
+                                     "the id of a token, or a list")
             stops.update(ids)
         eos = self.named.get("eos_token")
         if eos:
@@ -245,7 +245,8 @@ class Tokenizer:
         end = self.added[rest[0]]
         if end not in self.stop_ids:
             self.notes.append(f"the chat template ends turns with {rest[0]!r}, which "
-                              "the checkpoint does not call a stop token: here it is one")
+                              "the checkpoint does not call a stop token: here it is "
+                              "one")
             self.stop_ids = tuple(sorted({*self.stop_ids, end}))
 
     def __len__(self):
@@ -766,11 +767,12 @@ def recases(name):
     return method
 
 
-for kind, names in {
-        looks: """__contains__ __eq__ __ge__ __gt__ __hash__ __le__ __lt__ __ne__
-            count endswith find index isalnum isalpha isdigit rfind rindex startswith""",
-        recases: "capitalize lower title upper",
-        cuts: "lstrip partition rpartition rsplit rstrip split splitlines strip"}.items():
+METHODS = {
+    looks: """__contains__ __eq__ __ge__ __gt__ __hash__ __le__ __lt__ __ne__ count
+        endswith find index isalnum isalpha isdigit rfind rindex startswith""",
+    recases: "capitalize lower title upper",
+    cuts: "lstrip partition rpartition rsplit rstrip split splitlines strip"}
+for kind, names in METHODS.items():
     for name in names.split():
         setattr(Said, name, kind(name))
 

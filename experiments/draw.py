@@ -624,13 +624,13 @@ OVERLAP = {"eval_accept": "mean", "eval_accept_p05": "5th percentile"}
 def acceptance(out):
     """Held-out acceptance by step, its mean and its lower tail over tokens."""
     arms = load_logs(ARMS, SHOWN)
-    for name, a in arms.items():
+    for name, arm in arms.items():
         for key, what in OVERLAP.items():
-            tell(f"{name}, {len(a['logs'])} seeds, {what} of tokens, by step: median "
+            tell(f"{name}, {len(arm['logs'])} seeds, {what} of tokens, by step: median "
                  "(lowest to highest seed)")
             tell("  " + ", ".join(
-                f"{step}: {median(x):.3f} ({min(x):.3f} to {max(x):.3f})"
-                for step, x in zip(*over_seeds(a, key))))
+                f"{step}: {median(values):.3f} ({min(values):.3f} to {max(values):.3f})"
+                for step, values in zip(*over_seeds(arm, key))))
     if out is None:
         return
 
@@ -652,18 +652,18 @@ FIGURES = {f.__name__: f for f in (mask, kept, rows, tiles, acceptance)}
 
 
 def main(argv=None):
-    a = Arguments(prog="draw", description="print the numbers of a figure, or draw it")
-    a.add_argument("figure", nargs="?", choices=[*FIGURES], default="mask",
-                   help="what the text at the head of this file lists")
-    a.add_argument("--out", type=os.path.expanduser,
-                   help="a .png to draw to; without it, lines of text")
-    a = a.parse_args(argv)
+    args = Arguments("draw", "print the numbers of a figure, or draw it")
+    args.add_argument("figure", nargs="?", choices=[*FIGURES], default="mask",
+                      help="what the text at the head of this file lists")
+    args.add_argument("--out", type=os.path.expanduser,
+                      help="a .png to draw to; without it, lines of text")
+    args = args.parse_args(argv)
     with one_line_errors(ValueError, OSError):
-        if a.out is not None:
-            curves.check_out(a.out)
-        FIGURES[a.figure](a.out)
-        if a.out is not None:
-            tell(f"picture written to {a.out}")
+        if args.out is not None:
+            curves.check_out(args.out)
+        FIGURES[args.figure](args.out)
+        if args.out is not None:
+            tell(f"picture written to {args.out}")
 
 
 if __name__ == "__main__":
