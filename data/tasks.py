@@ -36,6 +36,7 @@ import functools
 import itertools
 import json
 import math
+import os
 import random
 import re
 from dataclasses import replace
@@ -48,57 +49,11 @@ from data.rewards import RewardError, earns, explain, named_numbers, number, rul
 from support.jsonfile import shown
 from support.run import failures
 
-THINGS = """anchor apple arrow badge ball banner barrel basket bell blanket boat bottle
-bowl box bridge broom brush bucket button cabin camera candle carpet castle chain chair
-clock coat coin comb compass cup curtain desk diamond dish doll door drum engine fan
-feather fence flag flute fork fountain garden gate glove guitar hammer hat helmet hook
-horn jar jewel kettle key kite knife ladder lamp lantern leaf lemon letter lock magnet
-map mask mirror mug nail necklace needle net onion orange oven paddle paint pearl pencil
-piano pillow pin pipe plate pump quilt radio ribbon ring robe rope ruler saddle scarf
-shell shield shoe shovel spoon statue stone stool table tent tower towel train trumpet
-umbrella vase violin wagon watch wheel whistle window""".split()
-KINDS = """amber ancient black blue bright bronze brown broken copper crystal dusty
-empty fancy frozen golden green heavy hidden hollow iron ivory little noisy painted pale
-purple quiet red rusty silver tiny wooden yellow""".split()
-PLACES = """attic bakery barn beach cafe canal cave cellar chapel church factory farm
-field forest harbor hill hotel house island kitchen lake library market meadow mill
-museum orchard palace park pond port river school shop square stable station street
-temple valley village workshop""".split()
-NAMES = """Adam Alice Anna Ben Carla David Emma Eric Fiona Frank Grace Helen Henry Iris
-Jack Julia Karl Laura Leo Maria Martin Nina Oscar Paul Rosa Sara Simon Tom Victor
-Wendy""".split()
-FILLER = """The road to the {place} was quiet this morning.
-A {kind} cloud passed slowly over the {place}.
-{name} walked past the {place} and said nothing.
-Nobody at the {place} remembered the storm.
-It rained on the {place} until the evening.
-{name} told {other} a long story about the {place}.
-The dogs near the {place} slept in the sun.
-Some people say the {place} is older than the town.
-{name} likes warm bread and cold milk.
-The wind carried leaves across the {place}.
-Two birds sat on the roof of the {place}.
-In the spring the {place} is full of flowers.
-{name} and {other} met at the {place} after lunch.
-The {kind} wall behind the {place} needs paint.
-Every child in the {place} knew the old song.
-Snow fell early that year and the {place} was closed.
-{name} read the news and went back to sleep.
-The light in the {place} stayed on all night.
-A letter for {name} arrived at the {place} too late.
-The grass around the {place} has grown tall.
-{name} wanted to leave, but {other} wanted to stay.
-The path from the {place} leads down to the water.
-There was music in the {place} on most days.
-Fresh fish was sold in front of the {place}.
-{name} never found out who had painted the {place}.
-The {kind} horse stood still beside the {place}.
-On Sunday the {place} was busy and loud.
-{other} asked {name} for the way to the {place}.
-The bus stops near the {place} twice each day.
-From the {place} you can see the {kind} mountains.
-{name} counted the stars above the {place}.
-The winter was mild and the {place} stayed open.""".split("\n")
+# what prompts are made of: four lists of words, then sentences, a blank line between
+with open(os.path.join(os.path.dirname(__file__), "tasks.txt"), encoding="utf-8") as f:
+    *words, sentences = f.read().strip().split("\n\n")
+THINGS, KINDS, PLACES, NAMES = map(str.split, words)
+FILLER = sentences.split("\n")
 
 # of `listed`: a word and its code; words, and numbers of four digits that are no part of another
 FACT = re.compile(r"for ([a-z]+) is (\d{4})\.", re.ASCII)
@@ -465,8 +420,7 @@ TASKS = {
     "list": (list_, listed),
     "own": (own, answers.only_number),
     "hop": (hop, answers.only_number),
-    "sum": (sum_, answers.last_number),
-}
+    "sum": (sum_, answers.last_number)}
 # tasks with a worked example: what makes it, of words that no problem names
 EXAMPLES = {"list": functools.partial(list_, things=PLACES)}
 

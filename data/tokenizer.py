@@ -53,7 +53,7 @@ import tokenizers
 from support.apart import Apart, Exceeds
 from support.hub import find_checkpoint
 from support.jsonfile import entry, read_json, read_text, reason, shown
-from support.screen import muted
+from support.screen import muted, one_line_errors
 
 # byte-level BPE writes each byte as one character: itself where it is printable, else U+0100
 # onwards in byte order
@@ -848,10 +848,8 @@ def cut_space(text):
 
 
 def main(folder, *words):
-    try:
+    with one_line_errors(ValueError, OSError):
         tok = Tokenizer(folder)
-    except (ValueError, OSError) as e:
-        raise SystemExit(f"error: {e}") from None
     text = " ".join(words)
     ids = tok.encode(text or "Every key has a lifetime: it's born at 17, it dies at "
                              "4096.  🙂")

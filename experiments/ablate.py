@@ -563,8 +563,7 @@ HEALTH = {  # column: text of an arm's cell
     "largest lr": lambda arm: re.sub("e-0*", "e-", largest(arm, "lr", "{:g}")),
     "KV kept": kv_text,
     "minutes": lambda arm: f"{fmean(map(sum, series(arm, 'seconds'))) / 60:.1f}",
-    "peak GB": lambda arm: largest(arm, "peak_gb", "{:.1f}"),
-}
+    "peak GB": lambda arm: largest(arm, "peak_gb", "{:.1f}")}
 
 
 def comparisons_table(arms, named):

@@ -53,8 +53,7 @@ KINDS = {
     "k": (curves.ORANGE, "chosen by votes"),
     "w": (curves.SKY, "window (the question)"),
     ".": ("#D9D9D9", "evicted after the prompt"),
-    "r": (curves.GREEN, "response"),
-}
+    "r": (curves.GREEN, "response")}
 CODE = curves.RED
 DARK, LIGHT = "#555555", "#888888"
 
@@ -67,8 +66,7 @@ EXAMPLES = {
         method="h2o", budget=24, window=1, sinks=1, response_budget=2, period=1)),
     # a method that keeps scattered keys
     "tiles": (52, dict(group=8, max_new_tokens=5), Eviction(
-        method="h2o", budget=24, window=1, sinks=1)),
-}
+        method="h2o", budget=24, window=1, sinks=1))}
 
 
 def load():
@@ -112,11 +110,9 @@ def kinds(kept, P):
 
 def find(ids, part):
     """All positions in ids that belong to an occurrence of part, both lists of token ids."""
-    found = []
-    for start in range(len(ids) - len(part) + 1):
-        if ids[start:start + len(part)] == part:
-            found.extend(range(start, start + len(part)))
-    return found
+    size = len(part)
+    return [j for start in range(len(ids) - size + 1) if ids[start:start + size] == part
+            for j in range(start, start + size)]
 
 
 def code_in(tok, task, ids):
@@ -259,10 +255,8 @@ def draw_picture(net, tok, path):
             "in every layer and KV head, each its own choice")
     heading(figure, 0.383, f"Learner: what layer {LAYER}, KV head {HEAD} (framed) sees",
             "a row per query, a column per key, coloured if the query sees the key")
-    said = []
-    for text in responses(tok, rollout):
-        verdict = "right" if reward(task, text) == 1 else "wrong"
-        said.append(f"{text.strip()} ({verdict})")
+    said = [f"{text.strip()} ({'right' if reward(task, text) == 1 else 'wrong'})"
+            for text in responses(tok, rollout)]
     _, shadow, _ = segments(P, lengths)[1 + len(lengths)]  # where shadow copies begin
     note = (
         "One long sequence: the prompt once,\nthen each response twice.\n"
@@ -375,8 +369,7 @@ BARS = {  # colour, name
                 "prompt key that it evicts: dies where the shadow copies begin"),
     "dense": (curves.GREEN, "response key in a dense copy: dies with its copy"),
     "shadow": (curves.BLUE, "response key in a shadow copy: dies with its copy"),
-    "gone": (curves.BLACK, "response key that the sampler evicts: dies at that step"),
-}
+    "gone": (curves.BLACK, "response key that the sampler evicts: dies at that step")}
 
 
 def bars(rollout, layer, head):

@@ -49,8 +49,7 @@ OPTIONS = {  # default, help
     "pool": (7, "width over which votes are pooled, odd"),
     "pool_by": ("max", "of neighbouring votes"),
     "response_budget": (0, "response keys kept; 0: all"),
-    "period": (128, "steps between evictions of these"),
-}
+    "period": (128, "steps between evictions of these")}
 CHOICES = dict(evict=list(EVICT), spread=list(SPREAD), pool_by=list(POOL))
 RANGES = dict(group=(1, 10**6), max_new_tokens=(1, 10**9), temperature=(0, 100),
               seed=(0, 2**40))
