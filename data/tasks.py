@@ -162,7 +162,8 @@ def problem(task, split, seed, index, tokens, encode):
     if task not in TASKS:
         raise ValueError(f"unknown task {task!r}: one of {', '.join(TASKS)}, "
                          "or a .jsonl file read by read_problems")
-    check_split(split)
+    if split not in ("train", "eval"):
+        raise ValueError(f"split must be 'train' or 'eval', got {split!r}")
     build, answer = draw(task, f"{split}/{seed}/{index}", TASKS[task][0])
 
     def size(n):
@@ -319,11 +320,6 @@ def stop_end(decode, ids, stops):
     if not holds(len(ids)):
         return 0
     return bisect.bisect_left(range(len(ids)), True, key=holds)
-
-
-def check_split(split):
-    if split not in ("train", "eval"):
-        raise ValueError(f"split must be 'train' or 'eval', got {split!r}")
 
 
 # rewards
