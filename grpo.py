@@ -325,8 +325,10 @@ def policy_loss(logp, logp_old, adv, mask, clip=0.2, clip_high=None, norm="seque
     with torch.no_grad():
         n = mask.sum().clamp(min=1)
         clipped = ((adv > 0) & (ratio > high)) | ((adv < 0) & (ratio < low))
-        stats = dict(clip_frac=(clipped & mask).sum() / n,
-            ratio=(ratio * mask).sum() / n, kl_old=(ratio - 1 - change).sum() / n)
+        stats = dict(
+            clip_frac=(clipped & mask).sum() / n,
+            ratio=(ratio * mask).sum() / n,
+            kl_old=(ratio - 1 - change).sum() / n)
     return (scale * loss).sum(), stats
 
 
@@ -396,18 +398,18 @@ class GRPO:
     def check(cls, config):
         """Raise ValueError for settings that make no sense together, before a model is loaded."""
         if config.group < cls.at_least:
-            raise ValueError(f"group must be at least {cls.at_least}, got {config.group}: samples "
-                             "of one prompt are compared")
+            raise ValueError(f"group must be at least {cls.at_least}, got "
+                             f"{config.group}: samples of one prompt are compared")
+        name = f"correction={config.correction}"
         if config.correction == "none":
             return
         if config.ratio_to == "sampler":
-            raise ValueError(f"correction={config.correction} with ratio_to=sampler would count "
-                             "twice what sets the learner apart from the sampler")
+            raise ValueError(f"{name} with ratio_to=sampler would count twice what "
+                             "sets the learner apart from the sampler")
         if config.evict == "none" or config.learner == "shadow":
-            raise ValueError(f"correction={config.correction} weighs a sampler that was not the "
-                             f"learner; with evict={config.evict}, learner={config.learner} both "
-                             "are one policy and all weights 1: it takes an eviction method and "
-                             "--learner=dense")
+            raise ValueError(f"{name} weighs a sampler that was not the learner; with "
+                             f"evict={config.evict}, learner={config.learner} both are "
+                             "one policy: it takes an eviction method, --learner=dense")
 
     def prepare(self, rollout, rewards, score):
         """Once per rollout, before its first update: what takes the whole batch, so that
@@ -444,13 +446,15 @@ class GRPO:
         logp = out[config.learner]
         if config.ratio_to == "sampler":
             old = part.logp_roll
-        loss, stats = policy_loss(logp, old, batch["adv"], part.mask, clip=config.clip,
-            clip_high=config.clip_high, weight=batch.get("weight"), scale=batch["scale"])
+        scale = batch["scale"]                                  # (b, G, R)
+        loss, stats = policy_loss(
+            logp, old, batch["adv"], part.mask, clip=config.clip,
+            clip_high=config.clip_high, weight=batch.get("weight"), scale=scale)
         n = part.mask.sum().item()
         of_all = whole.mask.sum().item()
         numbers = {name: x.item() * n / of_all for name, x in stats.items()}
         if self.reference is not None:
-            kl = (batch["scale"] * reference_kl(logp, batch["ref"], part.mask, old)).sum()
+            kl = (scale * reference_kl(logp, batch["ref"], part.mask, old)).sum()
             loss = loss + config.ref_kl * kl
             numbers["ref_kl"] = kl.item()
         return loss, numbers

@@ -35,28 +35,29 @@ DIGITS = (r"(?:\d{1,3}(?:,\d{3})+(?!\d)|\d{1,2}(?:,\d{2})+,\d{3}(?!\d)|\d+)(?:\.
 MONEY = r"(?:[$€£¥₹]|USD|EUR|GBP)"
 # no digits of a name or of its exponent (X7, x^2); a minus is a sign unless something stands right
 # before it; 3e4, 3 x 10^4 and 2^10 are one number each
-NUMBER = re.compile(rf"(?P<odd>[\d.,]*{ODD}[\d.,{ODD}]*)"
+NUMBER = re.compile(
+    rf"(?P<odd>[\d.,]*{ODD}[\d.,{ODD}]*)"
     r"|(?P<sign>(?<![\w)\]}^])[-+])?[$€£]?(?<![A-Za-z_\d^])(?<!\d\.)(?<!\^[-+])"
-    rf"(?:(?:(?P<times>{DIGITS})\s*[x×·*]\s*)?(?P<base>{DIGITS})\s*\^(?P<power>[-+]?\d+)"
-    rf"|(?P<digits>{DIGITS})(?:[eE](?P<exponent>[-+]?\d+))?)", re.ASCII)
+    rf"(?:(?:(?P<times>{DIGITS})\s*[x×·*]\s*)?(?P<base>{DIGITS})\s*\^(?P<power>[-+]?"
+    rf"\d+)|(?P<digits>{DIGITS})(?:[eE](?P<exponent>[-+]?\d+))?)", re.ASCII)
 # what may stand between alternatives, "41, or maybe 42"
-OFFER = (r"(?:\.(?!\s*\n)|[\s,;?、/|&*×·()\-–—$`'\"{}\\]|or|and|maybe|perhaps|possibly|rather|"
-         r"else|vs|versus|\\(?:text|mbox|quad|qquad)[a-z]*(?![a-z]))*")
+OFFER = (r"(?:\.(?!\s*\n)|[\s,;?、/|&*×·()\-–—$`'\"{}\\]|or|and|maybe|perhaps|possibly"
+         r"|rather|else|vs|versus|\\(?:text|mbox|quad|qquad)[a-z]*(?![a-z]))*")
 HEDGE = re.compile(rf"{OFFER}|\}}{OFFER}\\boxed{OFFER}")
 
 # LaTeX: what changes only the looks of what follows; spaces; what is put around words; names of
 # values, where any other command only leads to one
-STYLE = (r"\\(?:text)?color\{[^{}]*\}|\\(?:left|right|(?:display|text|script)style|bf|it|rm|sf|tt|"
-         r"em|boldmath|small|normalsize|[lL]arge|LARGE|[hH]uge|[bB]igg?[lr]?|allowbreak)"
-         r"(?![A-Za-z])\s?")
+STYLE = (r"\\(?:text)?color\{[^{}]*\}|\\(?:left|right|(?:display|text|script)style|bf"
+         r"|it|rm|sf|tt|em|boldmath|small|normalsize|[lL]arge|LARGE|[hH]uge"
+         r"|[bB]igg?[lr]?|allowbreak)(?![A-Za-z])\s?")
 SKIP = (r"\\(?:thin|med|thick|en)?space(?![A-Za-z]) ?|\\[hm]s(?:pace|kip)\*?\{[^{}]*\}"
         r"|\\(?:m?kern|[hm]skip|penalty) ?-?[\d.]+ ?(?:mu|pt|em|ex|cm|mm)? ?")
 SPACE = r"(?:\\[,;:> ]|~|[^\S\x00-\x7f])"
-WRAP = re.compile(r"(?:\\(?:[fm]box|text(?!color)[a-z]*|math[a-z]+|bm|boldsymbol|emph|underline)"
-                  r"\s*|^)\{([^{}]*)\}")
-VALUE = (r"(?:(?i:(?:var)?(?:alpha|beta|gamma|delta|epsilon|zeta|eta|theta|iota|kappa|lambda|mu|nu|"
-         r"xi|pi|rho|sigma|tau|upsilon|phi|chi|psi|omega))|infty|ell|[cdlv]?dots[bcmio]?"
-         r")(?![A-Za-z])")
+WRAP = re.compile(r"(?:\\(?:[fm]box|text(?!color)[a-z]*|math[a-z]+|bm|boldsymbol|emph"
+                  r"|underline)\s*|^)\{([^{}]*)\}")
+VALUE = (r"(?:(?i:(?:var)?(?:alpha|beta|gamma|delta|epsilon|zeta|eta|theta|iota|kappa"
+         r"|lambda|mu|nu|xi|pi|rho|sigma|tau|upsilon|phi|chi|psi|omega))|infty|ell"
+         r"|[cdlv]?dots[bcmio]?)(?![A-Za-z])")
 # minus, hyphens, en dash -> the ASCII sign; fractions' strokes -> a slash
 SIGNS = dict.fromkeys(map(ord, "\u2212\u2010\u2011\u2013\ufe63\uff0d"), "-")
 SIGNS |= str.maketrans("\u2044\u2215÷．٫，﹐∓˚", "///..,,±°")
@@ -72,27 +73,32 @@ OPENS = r"(?:\\?[(\[]|\{|(?<![\w)\]}$*_`.,!?%])[$*_`]{1,3})"
 PLAIN = [(re.compile(pattern), new) for pattern, new in (
     ("[\u00ad\u200b-\u200f\u2060-\u2064\ufeff]", ""),  # characters that nobody sees
     (STYLE, ""), (SKIP, r"\\,"), (r"\\neg[a-z]*space(?![A-Za-z]) ?", r"\\!"),
-    (r"\\([$%])", r"\1"), (r"\\(?:times|cdot)(?![A-Za-z])", "×"),
+    (r"\\([$%])", r"\1"),
+    (r"\\(?:times|cdot)(?![A-Za-z])", "×"),
     (r"\\(?:pm|mp)(?![A-Za-z])|\+ ?/ ?-", "±"),
     (r" ?\^ ?(?:\{ ?\\circ ?\}|\\circ(?![A-Za-z]))|\\(?:text)?degree(?![A-Za-z])", "°"),
     # thousands: 9{,}500, 9,\!500, 9\,500, 9~500, 9_500, 9'500
-    (rf"(?<=\d)(?:(?:\\[a-z]+ ?)?\{{(?:[\s,~]|\\[,;:>! ])*\}} ?|\\math[a-z]+ ?,|{SPACE}|\\!"
-     r"|,(?=(?:\\,)?(?:\\!|\{\}))|[_'‘’‛ʹʼˈ´′٬،‚＇])+(?=\d{3}(?!\d))", ","),
-    (r"(?:\\(?:text|math[a-z]+) ?)?\{([.,])\}", r"\1"), # powers: x**4, 10^{4}, 10^( 4)
+    (rf"(?<=\d)(?:(?:\\[a-z]+ ?)?\{{(?:[\s,~]|\\[,;:>! ])*\}} ?|\\math[a-z]+ ?,|{SPACE}"
+     r"|\\!|,(?=(?:\\,)?(?:\\!|\{\}))|[_'‘’‛ʹʼˈ´′٬،‚＇])+(?=\d{3}(?!\d))", ","),
+    (r"(?:\\(?:text|math[a-z]+) ?)?\{([.,])\}", r"\1"),
+    # powers: x**4, 10^{4}, 10^( 4)
     (r"((?<![A-Za-z\d_])[A-Za-z]|[\d)\]}])\*\*(?=[-+]?\d+(?![\d.,]*\*))", r"\1^"),
     (r"\^\s*[({]\s*(?:\\,\s*)?([-+]?)\s*(\d+)\s*[)}]", r"^\1\2"),
     # signs: minus 5, -(5), {-}5, x = - 5, -\,5
     (r"\b(?:minus|negative)\s+(?=[$€£]?[.\d])", "-"),
     (r"(?:\\(?:text|math[a-z]+) ?)?\{-\}", "-"),
     (r"-\s*[({]\s*([$€£]?[\d.,]+)\s*[)}]", r"-\1"),
-    (rf"({LEADS}(?:[^\S\n]|[$({{[]|\\[(\[]|{TIES})*)-(?:\s|{TIES})+(?={NUM}|\\boxed)", r"\1 -"),
+    (rf"({LEADS}(?:[^\S\n]|[$({{[]|\\[(\[]|{TIES})*)-(?:\s|{TIES})+(?={NUM}"
+     rf"|\\boxed)", r"\1 -"),
     (rf"({OPENS}) ?-\s+{NUM}", r"\1-"),
     (rf"(?<![\w)\]}}])(?<![\d)\]}}]\s)-(?:{TIES})+ ?{NUM}", "-"))]
 # how a page shows numbers: HTML and emphasis
 SHOWN = [(re.compile(pattern, re.IGNORECASE), new) for pattern, new in (
-    (r"<wbr ?/?>|</?(?:b|i|u|em|strong|span|mark|code|small|big|font|tt)(?: \w+=[^<>]*)?>", ""),
+    (r"<wbr ?/?>|</?(?:b|i|u|em|strong|span|mark|code|small|big|font"
+     r"|tt)(?: \w+=[^<>]*)?>", ""),
     (r"<sup>([^<>]*)</sup>", r"^{\1}"), (r"<sub>([^<>]*)</sub>", r"_{\1}"),
-    (r"(?<![^\W_])(?<![\\)\]}$_])_+(?=[-+\u2212\u2013.$€£\d])|(?<=[\d%)}])_+(?!\w)", ""))]
+    (r"(?<![^\W_])(?<![\\)\]}$_])_+(?=[-+\u2212\u2013.$€£\d])"
+     r"|(?<=[\d%)}])_+(?!\w)", ""))]
 # a fraction whose parts are one factor each needs no brackets: x^2/3, but (x+1)/(2y)
 FRACTION = re.compile(r"([\d^/.]?)\\[dtc]?frac\{([^{}]*)\}\{([^{}]*)\}(?=([\d^!]?))")
 PRODUCT, FACTOR = r"-?[\w\\.^]+", r"(?:\d+(?:\.\d+)?|[A-Za-z]|\\[A-Za-z]+)(?:\^\w)?"
@@ -102,7 +108,8 @@ AHEAD = r"(?=[$€£]?\.?\d)"
 MARKED = [(re.compile(pattern), new) for pattern, new in (
     # a sign or a point behind a value, as in \pi-5, f(x)-5, x_-5 and {0}.5, or behind what leads
     # to one
-    (rf"\\{VALUE}\s*[-+]?\s*{AHEAD}|(?:(?<=[^\s:=>({{[][)\]}}])|_)[-+]{AHEAD}|(?<=\d[)\]}}])\.(?=\d)",
+    (rf"\\{VALUE}\s*[-+]?\s*{AHEAD}|(?:(?<=[^\s:=>({{[][)\]}}])|_)[-+]{AHEAD}"
+     rf"|(?<=\d[)\]}}])\.(?=\d)",
      ODD),
     (rf"(?:{ROOT}|{FUNCTION}|\\(?:[cdt]?frac|[dt]?binom))[ ({{×]*[-+]?{AHEAD}", ODD),
     (r"((?<!\\)\\[A-Za-z]+(?:\{\})?|[:=>\s({[][)\]}])(?=[-+.$\d])", r"\1 "),
@@ -111,38 +118,49 @@ MARKED = [(re.compile(pattern), new) for pattern, new in (
     (rf"(?m)^[ \t>*#]*[1-9][.)][^\S\n]+\**{AHEAD}", ""),
     (r"(?<![\s\d])_\{[^{}]*\}|(?<=\\sqrt)\s*\[[^][]*\]", ""),
     # what is none that is read: 2^n; 12:30, 2.5.1, 0. 3; --5, ±5, is —5, a lone minus before a line
-    (r"(?<=\d)\s*\^\s*[({][^(){}]*[)}]|(?<=\d)\s*\^(?![-+]?\d)|\^\s*[({][^(){}]*[)}]", ODD),
-    (r"(?<![\d:])\d+(?:(?::| : )\d+)+|(?<![\d.])\d+(?:\.\d+){2,}|(?<![\d.,])0\.\s(?=\d)", ODD),
-    (rf"[-+] ?[-+] ?(?=[.\d])|±\s*|(?<=\w )—{AHEAD}|(?<!\S)(?<!- )-[^\S\n]*\n\s*{AHEAD}", ODD),
+    (r"(?<=\d)\s*\^\s*[({][^(){}]*[)}]|(?<=\d)\s*\^(?![-+]?\d)"
+     r"|\^\s*[({][^(){}]*[)}]", ODD),
+    (r"(?<![\d:])\d+(?:(?::| : )\d+)+|(?<![\d.])\d+(?:\.\d+){2,}"
+     r"|(?<![\d.,])0\.\s(?=\d)", ODD),
+    (rf"[-+] ?[-+] ?(?=[.\d])|±\s*|(?<=\w )—{AHEAD}"
+     rf"|(?<!\S)(?<!- )-[^\S\n]*\n\s*{AHEAD}", ODD),
     # thousands behind a space or another mark: 1 234, 9,\ 500, 1.234,5, 0,500
     (r"(?<![\d.,])(?!(\d{3})(?: \1)+(?!\d))[1-9]\d{0,2}(?: \d{3})+(?!\d)"
      r"|(?<![\d.,])(?:\d{1,3}(?:\.\d{3})+,\d+(?![\d.])|0\d{0,2}(?:,\d{3})+(?!\d))"
      r"|(?<=\d)[\u00a8-\u00b4\u00b6-\u00b8\u02b0-\u036f\u2012-\u205e\u30fb](?=\d{3})"
      rf"|(?<=\d),{SPACE}+(?=\d{{3}}(?!\d))", ODD),
     # a part of one: 1/2, 2\pi, 42_{8}, 42k, $42!$, 42x, 42 + x, x + 42
-    (rf"/[\s({{]*[-+]?[$€£]?(?=\.?\d)|\\over(?![A-Za-z])\s*|(?<=\d) over (?=\d)|(?<=\}})\{{{AHEAD}",
-     ODD), (rf"(?<=\d)\s*{ROOT}", ODD),
-    (r"(?<=\d)(?:_\{[^{}]*\}|\s?(?:[kK]|bn|mn)(?![A-Za-z])|!(?=\s*(?:[$}=]|\\[)\]])))", ODD),
+    (rf"/[\s({{]*[-+]?[$€£]?(?=\.?\d)|\\over(?![A-Za-z])\s*|(?<=\d) over (?=\d)"
+     rf"|(?<=\}})\{{{AHEAD}",
+     ODD),
+    (rf"(?<=\d)\s*{ROOT}", ODD),
+    (r"(?<=\d)(?:_\{[^{}]*\}|\s?(?:[kK]|bn|mn)(?![A-Za-z])|!(?=\s*(?:[$}=]"
+     r"|\\[)\]])))", ODD),
     (r"(?<=\d)\s*(?:[-+*/×·]\s*)?[xyzn](?![A-Za-z\d])(?!\s*[$€£(]?\d)", ODD),
     (rf"(?<![A-Za-z\\])[xyzn](?:\^\d+)?\s*[-+*/×·]\s*{AHEAD}", ODD),
     # 41 to 42, but not "from 41 to 42"
     (rf"((?<!from )(?<!by )(?<![\d.,$€£])[$€£]?\d[\d.,]*) to {AHEAD}", rf"\1 {ODD} "))]
 
 # words that make another number of the one beside them or deny it, and others behind it that do
-SCALE = (r"(?:(?:hundred|thousand|million|billion|trillion|lakh|crore|dozen|ten)(?:s|ths?)?|bn|mn|"
-         r"half|halves|thirds|quarters|fourths|fifths|sixths|eighths|squared|cubed|factorial|pi)")
-OTHER = (rf"(?:{SCALE}|not?|never|wrong|false|incorrect|isn|more|less|plus|minus|negative|times|"
-         r"over|under|above|below|divided|multiplied|base|mod|root|power|log|ln|or)")
+SCALE = (r"(?:(?:hundred|thousand|million|billion|trillion|lakh|crore|dozen|ten)(?:s"
+         r"|ths?)?|bn|mn|half|halves|thirds|quarters|fourths|fifths|sixths|eighths"
+         r"|squared|cubed|factorial|pi)")
+OTHER = (rf"(?:{SCALE}|not?|never|wrong|false|incorrect|isn|more|less|plus|minus"
+         r"|negative|times|over|under|above|below|divided|multiplied|base|mod|root"
+         r"|power|log|ln|or)")
 CHANGE = rf"(?:{OTHER}|and|to|of|is)"
 # in a box a number may have a name before it (x_1 =, f(2) =, "The answer is:") and a unit behind
 # it, words or one of five letters
 NAME = re.compile(
-    rf"^(?:\\angle\s*)?(?:(?:\\{VALUE}|[A-Za-z]\w?(?:_\{{?\w+\}}?)?(?:\([\w, ]*\))?)\s*="
-    rf"|(?![A-Za-z ]*\b{OTHER}\b)[A-Za-z][A-Za-z ]*(?:[:=]|\bis\b)[ :=]*)\s*", re.IGNORECASE)
+    rf"^(?:\\angle\s*)?(?:(?:\\{VALUE}"
+    rf"|[A-Za-z]\w?(?:_\{{?\w+\}}?)?(?:\([\w, ]*\))?)\s*="
+    rf"|(?![A-Za-z ]*\b{OTHER}\b)[A-Za-z][A-Za-z ]*(?:[:=]"
+    rf"|\bis\b)[ :=]*)\s*", re.IGNORECASE)
 WORD = (r"(?:(?!(?:xyz?|xz|yz|abc?|bc)\b)[A-Za-z]{2,}|(?-i:[mgshL])(?![A-Za-z]))"
         r"(?:\s?(?:\^-?[1-4]|[²³]))?")
-UNIT = re.compile(rf"\s*°\s*[CF]?$|(?<=\d)\s+(?!(?:[A-Za-z ./×·²³-]|\^-?\d)*\b{CHANGE}\b)"
-                  rf"{WORD}(?:[ ./×·-]{{1,5}}{WORD})*\.?$", re.IGNORECASE)
+UNIT = re.compile(rf"\s*°\s*[CF]?$|(?<=\d)\s+(?!(?:[A-Za-z ./×·²³-]"
+                  rf"|\^-?\d)*\b{CHANGE}\b){WORD}(?:[ ./×·-]{{1,5}}{WORD})*"
+                  rf"\.?$", re.IGNORECASE)
 # to math-verify 41 is about 42, and Paris a product; xy, 2ab and amn are products
 NEARLY = r"\\(?:approx|sim|[cl]?dots)|[≈∼±]|\.\."
 A_WORD = r"(?<![\\A-Za-z])(?![a-dmnx-z]{2,3}(?![A-Za-z]))[A-Za-z]{2,}"
@@ -150,13 +168,14 @@ A_WORD = r"(?<![\\A-Za-z])(?![a-dmnx-z]{2,3}(?![A-Za-z]))[A-Za-z]{2,}"
 # \sqrt{\boxed{4}}; \boxed{4}x, \boxed{4},000, \boxed{4} + 1, \boxed{4} million
 OPEN, CLOSE = r"(?:[\s$(]|\\[(\[])*", r"(?:[^\S\n]|[$)°]|\\[)\]])*"
 GLUED = re.compile(
-    rf"(?:[-+±/^×]|(?i:\bminus|\bnegative)|(?:[\d)\]}}]|(?<![A-Za-z])[A-Za-z])\s?\*|\d\s?x"
-    rf"|\\(?:div|sqrt)|{FUNCTION}){OPEN}{ODD}"
+    rf"(?:[-+±/^×]|(?i:\bminus|\bnegative)|(?:[\d)\]}}]|(?<![A-Za-z])[A-Za-z])\s?\*"
+    rf"|\d\s?x|\\(?:div|sqrt)|{FUNCTION}){OPEN}{ODD}"
     rf"|(?:\d[.(]?|(?<![\w.)\]}}*])\.|(?<![A-Za-z\\])[A-Za-z]){ODD}"
-    rf"|(?:\\(?!text|[fm]box|math|underline|bm|bold)[A-Za-z]+|[\]}}^_])\s*\{{[^{{}}]*{ODD}"
-    rf"|{ODD}(?:[\d^/{{]|(?:[.,'’]|\\[,;:! ])\d|[A-Za-z](?![A-Za-z]))"
-    rf"|{ODD}{CLOSE}(?:[-+*/×]\s*(?:[\d.($]|[b-zB-HJ-Z](?![\w'’])|\\(?:frac|sqrt|pi))"
-    rf"|[×^±]|\\(?:div|sqrt|pi|frac)(?![A-Za-z])|(?:\\text\s?\{{\s?)?(?i:{SCALE})\b)")
+    rf"|(?:\\(?!text|[fm]box|math|underline|bm|bold)[A-Za-z]+"
+    rf"|[\]}}^_])\s*\{{[^{{}}]*{ODD}|{ODD}(?:[\d^/{{]|(?:[.,'’]|\\[,;:! ])\d"
+    rf"|[A-Za-z](?![A-Za-z]))|{ODD}{CLOSE}(?:[-+*/×]\s*(?:[\d.($]|[b-zB-HJ-Z](?![\w'’])"
+    rf"|\\(?:frac|sqrt|pi))|[×^±]|\\(?:div|sqrt|pi|frac)(?![A-Za-z])"
+    rf"|(?:\\text\s?\{{\s?)?(?i:{SCALE})\b)")
 # a letter that may be a choice: no part of a word, name or formula (AB, A's, C++, A.M., F(x)), no
 # article or pronoun (a dog, I think)
 OR = r"(?:or|and|oder|und|ou|et|o|y|e|en|lub|и|или)"
@@ -164,22 +183,25 @@ BECAUSE = r"(?:because|since|weil|denn|car|parce|porque|perché|omdat)"
 CJK = "\u3000-\ud7ff"
 ONE = (r"(?<![\w'’])(?:\(([A-J])\)|\[([A-J])\]|(?!(?-i:[a-jAI])(?:,|[^\S\n])[^\S\n]*"
        rf"(?!(?:{BECAUSE}|{OR}|is|ist|est|es|è|é)\b)[^\W{CJK}])"
-       r"([A-J])(?![\w'’+#=°^|(]|[-&]\w|\.(?!(?-i:[A-Z][a-z]{3}))\w|\s?=|\. ?(?-i:[A-Z])\.)\)?)")
-ANSWER = (r"(?:\b(?:answer|ans|choice|option|antwort|lösung|réponse|respuesta|opción|risposta|"
-          r"resposta|antwoord|odpowiedź|svar|cevap|đáp án|ответ)"
+       r"([A-J])(?![\w'’+#=°^|(]|[-&]\w|\.(?!(?-i:[A-Z][a-z]{3}))\w|\s?="
+       r"|\. ?(?-i:[A-Z])\.)\)?)")
+ANSWER = (r"(?:\b(?:answer|ans|choice|option|antwort|lösung|réponse|respuesta|opción"
+          r"|risposta|resposta|antwoord|odpowiedź|svar|cevap|đáp án|ответ)"
           r"|答案|选项|選項|答え?|回答|正解|정답|답)")
 IS = r"(?:(?:is|ist|lautet|est|es|è|é|är|er|jest|là|это)\b|[是为為は은는])"
-RIGHT = (r"(?:correct[aeo]?|corretta|correta|right|richtig\w{0,2}|juste|bonne|giusta|esatta|certa|"
-         r"goed|正确|正確|对|정답)")
-LABEL = r"(?:die |el |l[ea] |l['’])?(?:option|choice|opción|opzione|opção|вариант|选项)?\s{0,9}"
-SAID = re.compile(rf"{ANSWER}(?:\s{{1,9}}(?:{RIGHT}|finale?))?(?:\s{{0,9}}[:=—]|['’]s\s"
+RIGHT = (r"(?:correct[aeo]?|corretta|correta|right|richtig\w{0,2}|juste|bonne|giusta"
+         r"|esatta|certa|goed|正确|正確|对|정답)")
+LABEL = (r"(?:die |el |l[ea] |l['’])?"
+         r"(?:option|choice|opción|opzione|opção|вариант|选项)?\s{0,9}")
+SAID = re.compile(
+    rf"{ANSWER}(?:\s{{1,9}}(?:{RIGHT}|finale?))?(?:\s{{0,9}}[:=—]|['’]s\s"
     rf"|\s{{0,9}}(?:{IS}|(?:would|should|must) be\b)\s{{0,9}}:?)\s{{0,9}}{LABEL}{ONE}"
-    r"|(?:\b(?:choose|pick|select|go with|must be|it is|it's|ist die antwort|wähle|choisis|elijo|"
-    rf"scelgo|escolho|kies|выбираю)\s{{1,9}}|[选選][择擇]?\s{{0,9}}){LABEL}{ONE}"
-    rf"|{ONE}\s?(?:选项)?{IS}\s?(?:the |die |l[ea] )?"
+    r"|(?:\b(?:choose|pick|select|go with|must be|it is|it's|ist die antwort|wähle"
+    rf"|choisis|elijo|scelgo|escolho|kies|выбираю)\s{{1,9}}"
+    rf"|[选選][择擇]?\s{{0,9}}){LABEL}{ONE}|{ONE}\s?(?:选项)?{IS}\s?(?:the |die |l[ea] )?"
     rf"(?:{RIGHT}|answer|best (?:answer|choice|option))(?![a-z?])"
-    rf"|^[^\w\n]*(?:(?:{ANSWER}|so|thus|hence|therefore|also|donc|quindi|所以|因此|故)[^\w\n]*)?"
-    rf"{ONE}[^\w\n]*$", re.IGNORECASE | re.MULTILINE)
+    rf"|^[^\w\n]*(?:(?:{ANSWER}|so|thus|hence|therefore|also|donc|quindi|所以|因此"
+    rf"|故)[^\w\n]*)?{ONE}[^\w\n]*$", re.IGNORECASE | re.MULTILINE)
 LISTED = re.compile(rf"^[^\w\n]*{ONE}(?:(?<=[)\]])|[.:]| -|, ?{BECAUSE}).*$",
                     re.IGNORECASE | re.MULTILINE)
 # a line that ends with a letter, "Vastaus: C"
@@ -187,23 +209,28 @@ LAST = re.compile(rf"{ONE}[^\w\n]*$", re.MULTILINE)
 # what stands before a choice that is denied, or behind it; letters that are named; what may stand
 # between two that are both offered
 DENIED = re.compile(
-    r"(?:\b(?:not|cannot|never|wrong|incorrect|except|nobody|no one|neither|nor|nicht|kein\w*|"
-    r"falsch\w*|pas|jamais|faus\w*|mauvais\w*|fals[ao]|incorrecta|não|errada|sbagliata|niet|не)\b"
-    r"|n['’]t\b|[不错錯]|(?<!\bno )(?<!\ba )(?<!\bany )(?<!without )\bdoubt)[^.!?\n,;:]*$"
-    r"|\b(?:worst|false|eliminated|excluded|rejected|least likely|rul(?:e|ed) out)\s{0,9}$",
+    r"(?:\b(?:not|cannot|never|wrong|incorrect|except|nobody|no one|neither|nor|nicht"
+    r"|kein\w*|falsch\w*|pas|jamais|faus\w*|mauvais\w*|fals[ao]|incorrecta|não|errada"
+    r"|sbagliata|niet|не)\b|n['’]t\b|[不错錯]"
+    r"|(?<!\bno )(?<!\ba )(?<!\bany )(?<!without )\bdoubt)[^.!?\n,;:]*$|\b(?:worst"
+    r"|false|eliminated|excluded|rejected|least likely|rul(?:e|ed) out)\s{0,9}$",
     re.IGNORECASE)
 TAKEN_BACK = re.compile(
-    rf"\s*[不错錯]|\W*(?:(?:is|was|seems|looks)n['’]t|n['’]est pas|no es\b|n[oã][no] [èé]\b"
-    rf"|(?:{IS}|was|seems|looks)\s*(?:\w+\s+)?(?:[不错錯]|(?:not|never|wrong|false|incorrect|"
-    r"nicht|falsch|pas|faux|fausse|fals[ao]|incorrecta|errada|sbagliata)\b))", re.IGNORECASE)
-NAMED = re.compile(rf"(?<!['’\w])(?!(?-i:[aAiI])[^\S\n]+(?!{OR}\b)(?-i:[a-z]))([A-J])(?!['’\w])",
+    rf"\s*[不错錯]|\W*(?:(?:is|was|seems|looks)n['’]t|n['’]est pas|no es\b"
+    rf"|n[oã][no] [èé]\b|(?:{IS}|was|seems|looks)\s*(?:\w+\s+)?(?:[不错錯]|(?:not|never"
+    r"|wrong|false|incorrect|nicht|falsch|pas|faux|fausse|fals[ao]|incorrecta|errada"
+    r"|sbagliata)\b))", re.IGNORECASE)
+NAMED = re.compile(rf"(?<!['’\w])(?!(?-i:[aAiI])[^\S\n]+(?!{OR}\b)(?-i:[a-z]))([A-J])"
+                   rf"(?!['’\w])",
                    re.IGNORECASE)
-BESIDE = re.compile(rf"(?:\W|\b(?:{OR}|maybe|perhaps|possibly|else|also|either|both|but|it|could|"
-                    r"might|may|be|is|the|correct|answer|option|choice)\b|[或和])*", re.IGNORECASE)
+BESIDE = re.compile(rf"(?:\W|\b(?:{OR}|maybe|perhaps|possibly|else|also|either|both|but"
+                    r"|it|could|might|may|be|is|the|correct|answer|option|choice)\b"
+                    r"|[或和])*", re.IGNORECASE)
 OR_ELSE = re.compile(rf".*(?:\b{OR}\b|[或和])\W*", re.IGNORECASE)
 INSTEAD = re.compile(r".*\b(?:rather|vs|versus|no|wait|actually|nein|eher|plutôt)\b\W*",
                      re.IGNORECASE)
-DRESS = re.compile(r"[*`$\"“”]|^#+|\\[ ()[\]]|(?<!\w)_|_(?!\w)|</?answer>"
+DRESS = re.compile(
+    r"[*`$\"“”]|^#+|\\[ ()[\]]|(?<!\w)_|_(?!\w)|</?answer>"
     r"|(?<!\w)['‘](?=[A-J]['’])|(?<=['‘][A-J])['’](?!\w)", re.MULTILINE)
 # where whole words begin and end
 BEFORE = r"(?<!\w)(?<!\w')(?<!-)(?<!\d[.,/])"
@@ -228,12 +255,12 @@ def flat(text):
     return FRACTION.sub(fraction, plain(text))
 
 
-def fraction(m):
+def fraction(match):
     """A match of FRACTION -> a/b, in brackets what would be read otherwise without."""
-    before, a, b, behind = m.groups()
-    a = a if re.fullmatch(PRODUCT, a) else f"({a})"
-    b = b if re.fullmatch(FACTOR, b) else f"({b})"
-    return f"{before}({a}/{b})" if before or behind else f"{a}/{b}"
+    before, over, under, behind = match.groups()
+    over = over if re.fullmatch(PRODUCT, over) else f"({over})"
+    under = under if re.fullmatch(FACTOR, under) else f"({under})"
+    return f"{before}({over}/{under})" if before or behind else f"{over}/{under}"
 
 
 def marked(text):
@@ -249,13 +276,13 @@ def marked(text):
     return text
 
 
-def digit(c):
-    if unicodedata.numeric(c, None) is None or c.isalpha():
-        return c
-    if ord(c) in SUPERSCRIPTS:  # x²; behind digits they are powers
+def digit(character):
+    if unicodedata.numeric(character, None) is None or character.isalpha():
+        return character
+    if ord(character) in SUPERSCRIPTS:  # x²; behind digits they are powers
         return ""
-    same = unicodedata.normalize("NFKC", c)
-    return same if c.isdecimal() and same.isascii() else ODD
+    same = unicodedata.normalize("NFKC", character)
+    return same if character.isdecimal() and same.isascii() else ODD
 
 
 def unwrapped(text):
@@ -276,17 +303,17 @@ def read(text):
     return [(value_of(m), *m.span()) for m in NUMBER.finditer(text)]
 
 
-def value_of(m):
+def value_of(match):
     """A match of NUMBER -> Decimal, NaN beyond its range"""
-    digits = re.sub(r"[^\d.]", "", m["digits"] or m["times"] or "1")
+    digits = re.sub(r"[^\d.]", "", match["digits"] or match["times"] or "1")
     try:
-        value = Decimal(f"{m['sign'] or ''}{digits}e{m['exponent'] or 0}")
-        if m["base"]:
-            power = Decimal(re.sub(r"[^\d.]", "", m["base"])) ** int(m["power"])
+        value = Decimal(f"{match['sign'] or ''}{digits}e{match['exponent'] or 0}")
+        if match["base"]:
+            power = Decimal(re.sub(r"[^\d.]", "", match["base"])) ** int(match["power"])
             value *= power if power else Decimal("NaN")  # 0, or too small
     except (ArithmeticError, ValueError):
         return Decimal("NaN")
-    return Decimal("NaN") if m["odd"] else value
+    return Decimal("NaN") if match["odd"] else value
 
 
 def is_number(gold):
@@ -356,11 +383,14 @@ def boxed(text, gold, same=None):
     if not found or GLUED.search(
             plain(text[:found[-1][1]]) + ODD + plain(text[found[-1][2]:])):
         return False
-    for i, (content, _, end) in enumerate(found[::-1]):
-        if i and not HEDGE.fullmatch(" ".join(text[end:found[-i][1]].casefold().split())):
+    start = None  # of the box behind
+    for content, before, end in found[::-1]:
+        between = "" if start is None else " ".join(text[end:start].casefold().split())
+        if not HEDGE.fullmatch(between):
             break
         if not (same or in_box)(content, gold):
             return False
+        start = before
     return True
 
 
@@ -387,7 +417,8 @@ def in_box(content, gold):
         return (is_number(number) and ".." not in content
                 and numbers(number)[0][0] == numbers(gold)[0][0])
     content, gold = squeezed(content), squeezed(gold)
-    return bool(core(gold)) and gold in (content, re.sub(r"^[(\[]([^(),]*)[)\]]$", r"\1", content))
+    bare = re.sub(r"^[(\[]([^(),]*)[)\]]$", r"\1", content)
+    return bool(core(gold)) and gold in (content, bare)
 
 
 def inner(text):
@@ -422,15 +453,17 @@ def choice(text, gold):
     text = DRESS.sub("", inner(unicodedata.normalize("NFKC", text)))
     text = re.sub(rf"(?<=[{CJK}])(?=\(?[A-J](?![a-z]))|(?<=[A-J])(?=是|は|です|だ|입|은|이|选项)",
                   " ", text)  # 答案是B, Bです
-    said = [m for m in SAID.finditer(text)
-            if not DENIED.search(text, max(0, m.start() - 80), m.start())
-            and not TAKEN_BACK.match(text, m.end(m.lastindex))]
-    if not said:  # a list of one; but not where a sentence of another language ends with a letter
-        said = [*LISTED.finditer(text)]
-        if any(letter(m) != letter(said[-1]) and not said[-1].start() <= m.start() < said[-1].end()
-               for m in LAST.finditer(text) if said):
-            return False
+    said = [each for each in SAID.finditer(text)
+            if not DENIED.search(text, max(0, each.start() - 80), each.start())
+            and not TAKEN_BACK.match(text, each.end(each.lastindex))]
+    # a list of one; but not where a sentence of another language ends with a letter
+    others = [] if said else LAST.finditer(text)
+    said = said or [*LISTED.finditer(text)]
     if not wanted or not said or letter(said[-1]) != wanted[1].upper():
+        return False
+    line = range(*said[-1].span())
+    if any(letter(each) != letter(said[-1]) and each.start() not in line
+           for each in others):
         return False
     for before, after in zip(said[-2::-1], said[::-1]):
         if not BESIDE.fullmatch(text, before.end(), after.start()):
@@ -440,23 +473,23 @@ def choice(text, gold):
     return not offered_beside(text, said[-1])
 
 
-def letter(m):
+def letter(match):
     """The letter that a match of SAID, LISTED or NAMED found, a capital."""
-    return m[m.lastindex].upper()
+    return match[match.lastindex].upper()
 
 
-def offered_beside(text, m):
-    """Does the same line offer another letter right before or after the one that m found?"""
-    start, end = m.span(m.lastindex)
+def offered_beside(text, match):
+    """Does the same line offer another letter right before or after the one that was found?"""
+    start, end = match.span(match.lastindex)
     named = [*NAMED.finditer(text)]
-    left = [(n, n.end(), start) for n in named if n.end() <= start][-1:]
-    right = [(n, end, n.start()) for n in named if n.start() >= end][:1]
-    for n, a, b in left + right:
-        rules = (BESIDE, OR_ELSE, INSTEAD) if a == end else (BESIDE, OR_ELSE)
-        between = text[a:b]
-        if letter(n) != letter(m) and "\n" not in between and any(
-                rule.fullmatch(between) for rule in rules):
-            return True
+    left = [(each, text[each.end():start]) for each in named if each.end() <= start]
+    right = [(each, text[end:each.start()]) for each in named if each.start() >= end]
+    for beside, rules in ((left[-1:], (BESIDE, OR_ELSE)),
+                          (right[:1], (BESIDE, OR_ELSE, INSTEAD))):
+        for each, between in beside:
+            if (letter(each) != letter(match) and "\n" not in between
+                    and any(rule.fullmatch(between) for rule in rules)):
+                return True
     return False
 
 
@@ -505,7 +538,8 @@ signal.signal(signal.SIGPROF, signal.SIG_DFL)
 print("ready", flush=True)
 for line in sys.stdin:
     signal.setitimer(signal.ITIMER_PROF, 3)
-    gold, found = (parse(f"\\\\boxed{{{x}}}", parsing_timeout=None) for x in json.loads(line))
+    boxes = [f"\\\\boxed{{{x}}}" for x in json.loads(line)]
+    gold, found = (parse(box, parsing_timeout=None) for box in boxes)
     print(verify(gold, found, timeout_seconds=None), flush=True)
     signal.setitimer(signal.ITIMER_PROF, 0)
 """
@@ -523,7 +557,8 @@ def equal(content, gold):
     if in_box(content, gold):
         return True
     found, want = amount(content), amount(gold)
-    if not core(squeezed(gold)) or re.search(A_WORD, want) or re.search(NEARLY, content):
+    if (not core(squeezed(gold)) or re.search(A_WORD, want)
+            or re.search(NEARLY, content)):
         return False
     return verified(*(re.sub(r"\b(?:and|or)\b", ",", x) for x in (found, want)))
 
@@ -533,8 +568,9 @@ def verified(content, gold):
     with one_at_a_time:
         judge = judges.get(os.getpid())
         if judge is None or judge.poll() is not None:
+            pipe = subprocess.PIPE
             judge = judges[os.getpid()] = subprocess.Popen(
-                [sys.executable, "-c", JUDGE], stdin=subprocess.PIPE, stdout=subprocess.PIPE,
+                [sys.executable, "-c", JUDGE], stdin=pipe, stdout=pipe,
                 stderr=subprocess.DEVNULL, text=True, start_new_session=True)
             if judge.stdout.readline() != "ready\n":
                 judge.wait()

@@ -29,8 +29,8 @@ HOLD_OUT = 10              # one of so many problems of a file is held out
 LONGEST_LINE = 2 ** 24     # bytes
 LARGEST_FILE = 2 ** 30
 ROLES = ("system", "user", "assistant", "tool")
-FIELDS = dict(role=str, content=str, name=str, reasoning_content=str, thinking=str, reasoning=str,
-              tool_calls=list, tool_call_id=str)  # of a message
+FIELDS = dict(role=str, content=str, name=str, reasoning_content=str, thinking=str,
+              reasoning=str, tool_calls=list, tool_call_id=str)  # of a message
 GSM8K = "gsm8k:"           # before a folder
 
 
@@ -86,8 +86,8 @@ def check_files(c):
         raise ValueError(f"eval_task {shown(c.eval_task)} must be a .jsonl file")
     for key in ("eval_task", "shots", "skip_long"):
         if getattr(c, key) and not is_file(c.task):
-            raise ValueError(f"{key}={getattr(c, key)} needs a task that is a file, got "
-                             f"task={c.task}, which is generated")
+            raise ValueError(f"{key}={getattr(c, key)} needs a task that is a file, "
+                             f"got task={c.task}, which is generated")
 
 
 def read_splits(paths, shots, notes, **how):
@@ -107,14 +107,15 @@ def read_splits(paths, shots, notes, **how):
         splits = {"train": [p for p in every if key(p) not in known],
                   "eval": sorted(held, key=key)}
         if both := len(every) - len(splits["train"]):
-            notes.append(f"{train}: {both} of {len(every)} problems stand in {held_out[0]} too "
-                         "and are not trained on")
+            notes.append(f"{train}: {both} of {len(every)} problems stand in "
+                         f"{held_out[0]} too and are not trained on")
     examples, splits["train"] = splits["train"][:shots], splits["train"][shots:]
     if not splits["train"]:
         raise ValueError(f"{train}: no problem is left to train on")
     for p in examples:
         if not p.answer:
-            raise ValueError(f"{p.where} is an example (shots={shots}) and needs an \"answer\"")
+            raise ValueError(f"{p.where} is an example (shots={shots}) and needs an "
+                             "\"answer\"")
     return splits, examples
 
 
@@ -138,14 +139,14 @@ def read_problems(path, notes=None, rule="auto", no_chat=""):
             raise ValueError(f"{path}:{i} {e}") from None
         at, known = first.setdefault(key(p), (i, p))
         if isinstance(rule, str) and not earns(rule, known.answer, p.answer):
-            raise ValueError(f"{path}:{i} asks what line {at} asks, and answers {p.answer[:80]!r} "
-                             f"instead of {known.answer[:80]!r}")
+            raise ValueError(f"{path}:{i} asks what line {at} asks, and answers "
+                             f"{p.answer[:80]!r} instead of {known.answer[:80]!r}")
         repeats += at != i
     if not first:
         raise ValueError(f"{path} holds no problem")
     if repeats and notes is not None:
-        notes.append(f"{path}: {repeats} of {len(first) + repeats} problems stand there again and "
-                     "are left out")
+        notes.append(f"{path}: {repeats} of {len(first) + repeats} problems stand "
+                     "there again and are left out")
     return tuple(p for _, p in first.values())
 
 
@@ -242,7 +243,8 @@ def asked(row):
 
 def missing(row, own):
     """What a line's object needs, answers aside for a function of one's own, and what it has."""
-    needs = 'needs a non-empty "prompt" (or "question"), text or messages, or "messages"'
+    needs = ('needs a non-empty "prompt" (or "question"), text or messages, or '
+             '"messages"')
     if not own:
         needs += ', and "answer", text or a number'
     if not isinstance(row, dict):
@@ -255,22 +257,23 @@ def missing(row, own):
 def check_messages(messages, name="messages"):
     """Raise ValueError for what is no chat that a user ends, or what a tool answers."""
     if not isinstance(messages, list) or not messages:
-        raise ValueError(f'has "{name}" {shown(messages)}, must be a list of {{"role", "content"}}')
+        raise ValueError(f'has "{name}" {shown(messages)}, must be a list of '
+                         '{"role", "content"}')
     for i, turn in enumerate(messages, 1):
         if not isinstance(turn, dict) or "role" not in turn:
             raise ValueError(f'has a message {i} that is no {{"role", "content"}}')
         for key, value in turn.items():
             if value is not None and not isinstance(value, FIELDS.get(key, ())):
-                raise ValueError(f"has the {shown(key)} {shown(value)} in message {i}, must be "
-                                 f"{allowed(key)}")
+                raise ValueError(f"has the {shown(key)} {shown(value)} in message {i}, "
+                                 f"must be {allowed(key)}")
         role = turn["role"]
         if role not in ROLES or (role == "system" and i > 1):
-            raise ValueError(f"has the role {shown(role)} in message {i}, must be user, assistant "
-                             "or tool, or system in the first")
+            raise ValueError(f"has the role {shown(role)} in message {i}, must be "
+                             "user, assistant or tool, or system in the first")
         calls = role == "assistant" and turn.get("tool_calls")
         if not content_of(turn).strip() and role in ("user", "assistant") and not calls:
-            raise ValueError(f"has the content {shown(turn.get('content'))} in message {i}, must "
-                             "be non-empty text")
+            raise ValueError(f"has the content {shown(turn.get('content'))} in message "
+                             f"{i}, must be non-empty text")
     if role not in ("user", "tool"):
         raise ValueError("has messages that do not end with the user's")
 
@@ -304,8 +307,9 @@ def split_file(problems, hold_out=HOLD_OUT, name="problems", also=""):
     """{"train": ..., "eval": ...}: of file `name` one in `hold_out` is held out, whose hashes are
     smallest. also: what else to say where they are too few."""
     if len(problems) < hold_out:
-        raise ValueError(f"{name}: {len(problems)} problems are too few: one in {hold_out} is "
-                         f"held out; at least {hold_out}, or --eval_task=FILE{also}")
+        raise ValueError(f"{name}: {len(problems)} problems are too few: one in "
+                         f"{hold_out} is held out; at least {hold_out}, or "
+                         f"--eval_task=FILE{also}")
     held = sorted(problems, key=key)[:-(-len(problems) // hold_out)]
     last = key(held[-1])
     return {"train": [p for p in problems if key(p) > last], "eval": held}

@@ -133,7 +133,8 @@ def build_tokenizer():
                continuing_subword_prefix=None, end_of_word_suffix=None,
                fuse_unk=False, byte_fallback=False, ignore_merges=False,
                vocab=vocab, merges=merges)
-    return dict(version="1.0", truncation=None, padding=None, added_tokens=[stop], normalizer=None,
+    return dict(version="1.0", truncation=None, padding=None, added_tokens=[stop],
+                normalizer=None,
                 pre_tokenizer=dict(type="Sequence", pretokenizers=[split, byte_level]),
                 post_processor=None, decoder=byte_level, model=bpe)
 
@@ -173,7 +174,8 @@ def copy_batch(rng, words):
     mask = torch.zeros_like(ids, dtype=torch.bool)
     for row, m in zip(ids, mask):
         n = int(torch.randint(10, copy_length // 2, (1,), generator=rng))
-        a, b = sorted(torch.randint(copy_length - 2 * n + 1, (2,), generator=rng).tolist())
+        starts = torch.randint(copy_length - 2 * n + 1, (2,), generator=rng)
+        a, b = sorted(starts.tolist())
         row[b + n:b + 2 * n] = row[a:a + n].clone()
         m[b + n + 1:b + 2 * n] = True
     return ids, mask
@@ -224,7 +226,9 @@ def loss_on(model, ids, mask, counted):
     rows, T = ids.shape
     pos = torch.arange(T, device=ids.device).repeat(rows)
     hidden = model(ids.flatten(), pos, causal(rows))                           # (rows * T, C)
-    hidden, gold = hidden.view(rows, T, -1)[:, :-1][mask[:, 1:]], ids[:, 1:][mask[:, 1:]]
+    mask = mask[:, 1:]
+    hidden = hidden.view(rows, T, -1)[:, :-1][mask]                            # (masked, C)
+    gold = ids[:, 1:][mask]                                                    # (masked,)
     logits = model.logits(hidden)                                              # (masked, V)
     right = (logits.argmax(-1) == gold)[counted[gold]]
     return F.cross_entropy(logits, gold), right.float().mean().item()
@@ -248,7 +252,8 @@ def evaluate(model, tok, task, n, group, temperature):
         for t, length in zip(tokens, lengths):
             text = tok.decode(t[:length], special=False)
             earned.append(tasks.reward(p, text))
-            form.append(re.sub(r"\d{4}", "", text) == re.sub(r"\d{4}", "", " " + p.answer))
+            words_of = [re.sub(r"\d{4}", "", each) for each in (text, " " + p.answer)]
+            form.append(words_of[0] == words_of[1])
     return sum(earned) / len(earned), sum(form) / len(form)
 
 
@@ -307,13 +312,15 @@ def training(model, tok, seed):
         opt.step()
         mean = 0.9 * mean + 0.1 * right
         if step % 25 == 0:
-            print(f"step {step:4d}  stage {stage}  loss {loss.item():6.3f}  right {right:.3f}  "
-                  f"removed {removed:.2f}  {(time.time() - start) / 60:4.1f} min", flush=True)
+            print(f"step {step:4d}  stage {stage}  loss {loss.item():6.3f}  right "
+                  f"{right:.3f}  removed {removed:.2f}  "
+                  f"{(time.time() - start) / 60:4.1f} min", flush=True)
         if stage > 1 and removed < 0.5 and step % eval_every == 0:
             for task in mixture:
                 earned, form = evaluate(model, tok, task, n=32, group=1,
                                         temperature=0.0)
-                print(f"    held-out {task}, greedy: reward {earned:.3f}  form {form:.3f}",
+                print(f"    held-out {task}, greedy: reward {earned:.3f}  form "
+                      f"{form:.3f}",
                       flush=True)
         yield step, stage == 2 and removed == 0
         if stage == 1 and mean > copy_until:
@@ -337,7 +344,8 @@ def main(out_dir=TINY, device="cpu", seed=0, stop=None):
         if whole and step % check_every == 0 and stop is None:
             earned, form = evaluate(model, tok, "kv4", check_problems,
                                     group=check_group, temperature=1.0)
-            print(f"step {step:4d}  held-out kv4, sampled: reward {earned:.4f}  form {form:.4f}",
+            print(f"step {step:4d}  held-out kv4, sampled: reward {earned:.4f}  form "
+                  f"{form:.4f}",
                   flush=True)
             enough = earned >= target
         if enough or step == stop:
@@ -345,7 +353,8 @@ def main(out_dir=TINY, device="cpu", seed=0, stop=None):
             model.save_pretrained(out_dir)
             print(f"step {step}: saved to {out_dir}")
             return
-    raise ValueError(f"after {max_steps} steps sampled answers to kv4 do not earn {target}")
+    raise ValueError(f"after {max_steps} steps sampled answers to kv4 do not earn "
+                     f"{target}")
 
 
 if __name__ == "__main__":

@@ -54,12 +54,14 @@ def check_reward(name):
     """Raise ValueError for a setting `reward` that is neither auto, a rule nor module:function."""
     if name in ("auto", *RULES):
         if name == "math" and not importlib.util.find_spec("math_verify"):
-            raise ValueError("reward=math needs the package math-verify: pip install math-verify")
+            raise ValueError("reward=math needs the package math-verify: pip install "
+                             "math-verify")
         return
     hint = meant(name)
     if not is_own(name) or hint not in ("", name):
-        raise ValueError(f"unknown reward {shown(name)}: one of auto, {', '.join(RULES)}, or "
-                         "module:function" + (f"; did you mean {hint}?" if hint else ""))
+        also = f"; did you mean {hint}?" if hint else ""
+        raise ValueError(f"unknown reward {shown(name)}: one of auto, "
+                         f"{', '.join(RULES)}, or module:function{also}")
 
 
 def meant(name):
@@ -92,13 +94,14 @@ class Own:
         self.batch = bool(getattr(self.function, "batch", False))
         function = name.partition(":")[2]
         if not callable(self.function):
-            raise ValueError(f"reward {name}: {self.file} must define the function {function!r}, "
-                             f"it is {self.function!r:.80}")
+            raise ValueError(f"reward {name}: {self.file} must define the function "
+                             f"{function!r}, it is {self.function!r:.80}")
         try:
             inspect.signature(self.function).bind({}, "", [])
         except TypeError:
-            raise ValueError(f"reward {name}: {function}{inspect.signature(self.function)} must "
-                             f"take ({'rows, texts' if self.batch else 'row, text'}, tokens)"
+            raise ValueError(f"reward {name}: "
+                             f"{function}{inspect.signature(self.function)} must take "
+                             f"({'rows, texts' if self.batch else 'row, text'}, tokens)"
                              ) from None
         except ValueError:  # a built-in one does not say what it takes
             pass
@@ -121,16 +124,17 @@ class Own:
         if not hasattr(found, "__len__") or len(found) != len(texts):
             many = hasattr(found, "__len__")
             got = f"{len(found)} of them" if many else repr(found)[:80]
-            raise RewardError(f"must be a list of one number (or dict) for each of {len(texts)} "
-                              f"responses, got {got}")
+            raise RewardError("must be a list of one number (or dict) for each of "
+                              f"{len(texts)} responses, got {got}")
         return [self.checked(each) for each in found]
 
     def checked(self, found):
         found = named_numbers(found)
         self.names = self.names or list(found)
         if set(found) != set(self.names):
-            raise RewardError(f"has the names {', '.join(sorted(found))}, before it had "
-                              f"{', '.join(sorted(self.names))}: must be the same in each call")
+            raise RewardError(f"has the names {', '.join(sorted(found))}, before it "
+                              f"had {', '.join(sorted(self.names))}: must be the same "
+                              "in each call")
         return found
 
 

@@ -36,74 +36,24 @@ import functools
 import itertools
 import json
 import math
+import os
 import random
 import re
 from dataclasses import replace
 from statistics import median_high
 
-from data.answers import RULES, after_thought, in_form, is_number, last_number, only_number
-from data.files import (
-    HOLD_OUT,
-    Problem,
-    content_of,
-    file_problem,
-    files_of,
-    is_file,
-    read_splits,
-)
+from data import answers, files
+from data.answers import RULES, after_thought, in_form
+from data.files import Problem, content_of, is_file, read_splits
 from data.rewards import RewardError, earns, explain, named_numbers, number, rule_of
 from support.jsonfile import shown
 from support.run import failures
 
-THINGS = """anchor apple arrow badge ball banner barrel basket bell blanket boat bottle bowl box
-bridge broom brush bucket button cabin camera candle carpet castle chain chair clock coat coin
-comb compass cup curtain desk diamond dish doll door drum engine fan feather fence flag flute
-fork fountain garden gate glove guitar hammer hat helmet hook horn jar jewel kettle key kite
-knife ladder lamp lantern leaf lemon letter lock magnet map mask mirror mug nail necklace needle
-net onion orange oven paddle paint pearl pencil piano pillow pin pipe plate pump quilt radio
-ribbon ring robe rope ruler saddle scarf shell shield shoe shovel spoon statue stone stool table
-tent tower towel train trumpet umbrella vase violin wagon watch wheel whistle window""".split()
-KINDS = """amber ancient black blue bright bronze brown broken copper crystal dusty empty fancy
-frozen golden green heavy hidden hollow iron ivory little noisy painted pale purple quiet red
-rusty silver tiny wooden yellow""".split()
-PLACES = """attic bakery barn beach cafe canal cave cellar chapel church factory farm field
-forest harbor hill hotel house island kitchen lake library market meadow mill museum orchard
-palace park pond port river school shop square stable station street temple valley village
-workshop""".split()
-NAMES = """Adam Alice Anna Ben Carla David Emma Eric Fiona Frank Grace Helen Henry Iris Jack
-Julia Karl Laura Leo Maria Martin Nina Oscar Paul Rosa Sara Simon Tom Victor Wendy""".split()
-FILLER = """The road to the {place} was quiet this morning.
-A {kind} cloud passed slowly over the {place}.
-{name} walked past the {place} and said nothing.
-Nobody at the {place} remembered the storm.
-It rained on the {place} until the evening.
-{name} told {other} a long story about the {place}.
-The dogs near the {place} slept in the sun.
-Some people say the {place} is older than the town.
-{name} likes warm bread and cold milk.
-The wind carried leaves across the {place}.
-Two birds sat on the roof of the {place}.
-In the spring the {place} is full of flowers.
-{name} and {other} met at the {place} after lunch.
-The {kind} wall behind the {place} needs paint.
-Every child in the {place} knew the old song.
-Snow fell early that year and the {place} was closed.
-{name} read the news and went back to sleep.
-The light in the {place} stayed on all night.
-A letter for {name} arrived at the {place} too late.
-The grass around the {place} has grown tall.
-{name} wanted to leave, but {other} wanted to stay.
-The path from the {place} leads down to the water.
-There was music in the {place} on most days.
-Fresh fish was sold in front of the {place}.
-{name} never found out who had painted the {place}.
-The {kind} horse stood still beside the {place}.
-On Sunday the {place} was busy and loud.
-{other} asked {name} for the way to the {place}.
-The bus stops near the {place} twice each day.
-From the {place} you can see the {kind} mountains.
-{name} counted the stars above the {place}.
-The winter was mild and the {place} stayed open.""".split("\n")
+# what prompts are made of: four lists of words, then sentences, a blank line between
+with open(os.path.join(os.path.dirname(__file__), "tasks.txt"), encoding="utf-8") as f:
+    *words, sentences = f.read().strip().split("\n\n")
+THINGS, KINDS, PLACES, NAMES = map(str.split, words)
+FILLER = sentences.split("\n")
 
 # of `listed`: a word and its code; words, and numbers of four digits that are no part of another
 FACT = re.compile(r"for ([a-z]+) is (\d{4})\.", re.ASCII)
@@ -124,7 +74,7 @@ def filler(rng):
 
 def codes(rng, n):
     """n different four-digit numbers as text."""
-    return [str(c) for c in rng.sample(range(1000, 10000), n)]
+    return [str(code) for code in rng.sample(range(1000, 10000), n)]
 
 
 def coded_keys(rng, things=THINGS):
@@ -151,34 +101,39 @@ def needle(rng):
     return facts, filler(rng), question, code
 
 
+def facts_of(pairs):
+    return (f"The code for {key} is {code}." for key, code in pairs)
+
+
+def asks_for(pairs):
+    return f"Repeat each word with its code: {', '.join(key for key, _ in pairs)}."
+
+
 def kv(rng, asked=1):
     # the first token of a response, for which no key was evicted, is a word of the question
     pairs = coded_keys(rng)
     wanted = list(itertools.islice(pairs, asked))
-    lines = (f"The code for {key} is {code}." for key, code in itertools.chain(wanted, pairs))
-    facts = list(itertools.islice(lines, 4 * asked))  # at most a quarter of them is asked for
-    question = f"Repeat each word with its code: {', '.join(key for key, _ in wanted)}."
-    return facts, lines, question, " ".join(f"{key} {code}" for key, code in wanted)
+    lines = facts_of(itertools.chain(wanted, pairs))
+    facts = list(itertools.islice(lines, 4 * asked))  # at most a quarter is asked for
+    return facts, lines, asks_for(wanted), " ".join(map(" ".join, wanted))
 
 
 def list_(rng, things=THINGS):
     pairs = coded_keys(rng, things)
     wanted = list(itertools.islice(pairs, 6))
-    facts = [f"The code for {key} is {code}." for key, code in wanted]
-    lines = (f"The code for {key} is {code}." for key, code in pairs)
-    question = f"Repeat each word with its code: {', '.join(key for key, _ in wanted)}."
+    facts = list(facts_of(wanted))
     # as answer the facts once more: what an example shows need only be copied
-    return facts, lines, question, " ".join(facts)
+    return facts, facts_of(pairs), asks_for(wanted), " ".join(facts)
 
 
 def own(rng):
-    # the second pair is a distractor: without it the only number in the text would be the answer
-    a, b = rng.sample(NAMES, 2)
-    x, y = rng.sample(THINGS, 2)
+    # the second pair distracts: without it the text's only number would be the answer
+    owner, other = rng.sample(NAMES, 2)
+    one, two = rng.sample(THINGS, 2)
     code, wrong = codes(rng, 2)
-    facts = [f"{a} owns the {x}.", f"{b} owns the {y}.",
-             f"The code of the {x} is {code}.", f"The code of the {y} is {wrong}."]
-    question = f"What is the code of the thing that {a} owns? {NUMBER_ONLY}"
+    facts = [f"{owner} owns the {one}.", f"{other} owns the {two}.",
+             f"The code of the {one} is {code}.", f"The code of the {two} is {wrong}."]
+    question = f"What is the code of the thing that {owner} owns? {NUMBER_ONLY}"
     return facts, filler(rng), question, code
 
 
@@ -192,10 +147,10 @@ def hop(rng):
 def sum_(rng):
     things = rng.sample(THINGS, 3)
     prices = rng.sample(range(10, 100), 3)
-    facts = [f"The {thing} costs {price} coins." for thing, price in zip(things, prices)]
+    facts = [f"The {thing} costs {price} coins."
+             for thing, price in zip(things, prices)]
     question = f"How many coins do the {things[0]} and the {things[1]} cost together?"
-    question = f"{question} {NUMBER_ONLY}"
-    return facts, filler(rng), question, str(prices[0] + prices[1])
+    return facts, filler(rng), f"{question} {NUMBER_ONLY}", str(sum(prices[:2]))
 
 
 def problem(task, split, seed, index, tokens, encode):
@@ -207,7 +162,8 @@ def problem(task, split, seed, index, tokens, encode):
     if task not in TASKS:
         raise ValueError(f"unknown task {task!r}: one of {', '.join(TASKS)}, "
                          "or a .jsonl file read by read_problems")
-    check_split(split)
+    if split not in ("train", "eval"):
+        raise ValueError(f"split must be 'train' or 'eval', got {split!r}")
     build, answer = draw(task, f"{split}/{seed}/{index}", TASKS[task][0])
 
     def size(n):
@@ -257,20 +213,21 @@ def fit(size, tokens, what):
     of calls. StopIteration out of `size` means that n is more than there is."""
     low, used = 0, size(0)
     if used > tokens:
-        raise ValueError(f"{what} needs at least {used} tokens, got prompt_tokens={tokens}")
+        raise ValueError(f"{what} needs at least {used} tokens, got "
+                         f"prompt_tokens={tokens}")
     high, slope = math.inf, 10.0  # high: the smallest n known not to fit
     while high - low > 1:
         n = min(low + max(1, int((tokens - used) / slope)), high - 1)
         try:
-            s = size(n)
+            now = size(n)
         except StopIteration:
-            s = math.inf
-        if s <= tokens:
-            slope = max(1.0, (s - used) / (n - low))
-            low, used = n, s
+            now = math.inf
+        if now <= tokens:
+            slope = max(1.0, (now - used) / (n - low))
+            low, used = n, now
         else:
             high = n
-            slope *= 1.5  # shorter steps: one that overshoots could repeat down to high one by one
+            slope *= 1.5  # shorter steps: else it could come down to high one by one
     return low
 
 
@@ -284,13 +241,12 @@ def prompt_encoder(tok, template=None, examples=(), raw=False, control=False):
     template = template or {}
     if not isinstance(template, dict):
         raise ValueError(f"template is {template!r}, must be an object")
-    if template and not tok.has_chat:
-        raise ValueError(f"template {min(template)!r}: this checkpoint has no chat template")
-    if template and raw:
-        raise ValueError(f"template {min(template)!r}: raw_text=True uses no chat template")
+    if template and (raw or not tok.has_chat):
+        why = "raw_text=True uses" if tok.has_chat else "this checkpoint has"
+        raise ValueError(f"template {min(template)!r}: {why} no chat template")
     if control and not raw:
-        raise ValueError("control_tokens=True needs raw_text=True: in a chat template, or before "
-                         "\"Answer:\", what a prompt says is text")
+        raise ValueError("control_tokens=True needs raw_text=True: in a chat template, "
+                         "or before \"Answer:\", what a prompt says is text")
 
     def chat(prompt):
         """-> the system's messages, the others"""
@@ -305,19 +261,21 @@ def prompt_encoder(tok, template=None, examples=(), raw=False, control=False):
         return tok.chat([*system, *answered, *turns], **template)
 
     def as_text(text):
-        ids, bos = tok.encode(f"{before}{text}{end}", special=control), list(tok.bos_ids)
+        ids = tok.encode(f"{before}{text}{end}", special=control)
+        bos = list(tok.bos_ids)
         return ids if control and ids[:len(bos)] == bos else bos + ids
 
     if tok.has_chat and not raw:
         answered = []
-        for p in examples:
-            answered += [*chat(p.prompt)[1], dict(role="assistant", content=p.worked)]
+        for each in examples:
+            answered += [*chat(each.prompt)[1],
+                         dict(role="assistant", content=each.worked)]
         return as_messages
     end = "" if raw else "\nAnswer:"
     before = ""
-    for p in examples:
-        gap = "" if f"{p.text}{end}"[-1].isspace() else " "
-        before += f"{p.text}{end}{gap}{p.worked}\n\n"
+    for each in examples:
+        gap = "" if f"{each.text}{end}"[-1].isspace() else " "
+        before += f"{each.text}{end}{gap}{each.worked}\n\n"
     return as_text
 
 
@@ -336,20 +294,22 @@ def ends_in_thought(text):
 def stop_strings(setting):
     """The setting `stop`, a text or a JSON list of texts -> tuple. Raises ValueError for an empty
     one."""
-    found = (setting,) if setting else ()
+    found = [setting] if setting else []
     if setting.startswith("["):
         try:
-            found = tuple(json.loads(setting))
+            found = json.loads(setting)
         except ValueError:
-            found = (None,)
+            found = [None]
     if not all(isinstance(text, str) and text for text in found):
-        raise ValueError(f"stop {shown(setting)}: a text, or a JSON list of texts, none empty")
-    return found
+        raise ValueError(f"stop {shown(setting)}: a text, or a JSON list of texts, "
+                         "none empty")
+    return tuple(found)
 
 
 def before_stop(text, stops):
     """The text up to the first of the stop strings in it."""
-    return text[:min((text.index(stop) for stop in stops if stop in text), default=None)]
+    found = [text.index(stop) for stop in stops if stop in text]
+    return text[:min(found, default=None)]
 
 
 def stop_end(decode, ids, stops):
@@ -360,11 +320,6 @@ def stop_end(decode, ids, stops):
     if not holds(len(ids)):
         return 0
     return bisect.bisect_left(range(len(ids)), True, key=holds)
-
-
-def check_split(split):
-    if split not in ("train", "eval"):
-        raise ValueError(f"split must be 'train' or 'eval', got {split!r}")
 
 
 # rewards
@@ -378,7 +333,8 @@ def listed(text, gold):
     its word and a second guess earn nothing, a code given to two words is wrong for both, and a
     list of all codes earns the less, the longer it is."""
     want = dict(FACT.findall(gold))
-    said, word, codes = {}, None, 0
+    said = {}
+    word, codes = None, 0
     for found in SAID.findall(text):
         if found.lower() in want:
             word = found.lower()
@@ -388,7 +344,8 @@ def listed(text, gold):
                 said.setdefault(word, found)
             word = None
     given = [*said.values()]
-    right = sum(said.get(word) == code and given.count(code) == 1 for word, code in want.items())
+    right = sum(given.count(code) == 1 and code == want[word]
+                for word, code in said.items())
     return right / max(len(want), codes, 1)
 
 
@@ -415,7 +372,8 @@ def judge(batch, texts, split, first, tokens=None):
     problem, for one that is no finite number."""
     rewards, parts, many = [], {}, None
     if getattr(batch[0].rule, "batch", False):
-        many = iter(judge_together(batch, texts, f"{split} problems from {first} on", tokens))
+        what = f"{split} problems from {first} on"
+        many = iter(judge_together(batch, texts, what, tokens))
     for b, (problem, group) in enumerate(zip(batch, texts)):
         rewards.append([])
         for g, text in enumerate(group):
@@ -426,17 +384,17 @@ def judge(batch, texts, split, first, tokens=None):
                     found = problem.rule(problem.row, text, tokens[b][g])
                 else:
                     found = named_numbers(reward(problem, text))
-            except failures() as e:  # whatever somebody's own rule may raise
+            except failures() as error:  # whatever somebody's own rule may raise
                 has = ""
-                if callable(problem.rule) and isinstance(e, KeyError):
+                if callable(problem.rule) and isinstance(error, KeyError):
                     has = f"; the row has {', '.join(problem.row):.300}"
                 question = shown(problem.text.splitlines()[-1])
                 where = f"{split} problem {first + b} {problem.where}".strip()
-                raise RewardError(f"the reward of {where} ({question}, response {shown(text)}) "
-                                  f"{explain(e)}{has}") from None
+                raise RewardError(f"the reward of {where} ({question}, response "
+                                  f"{shown(text)}) {explain(error)}{has}") from None
             rewards[b].append(found.pop("reward"))
-            for name, x in found.items():
-                parts.setdefault(name, []).append(x)
+            for name, part in found.items():
+                parts.setdefault(name, []).append(part)
     return rewards, parts
 
 
@@ -446,14 +404,19 @@ def judge_together(batch, texts, what, tokens):
     rows = [problem.row for problem, group in zip(batch, texts) for _ in group]
     try:
         return batch[0].rule.many(rows, sum(texts, []), sum(tokens, []))
-    except failures() as e:
-        raise RewardError(f"the reward of {what} {explain(e)}") from None
+    except failures() as error:
+        raise RewardError(f"the reward of {what} {explain(error)}") from None
 
 
-TASKS = {"needle": (needle, only_number), "kv": (kv, in_form),
+TASKS = {
+    "needle": (needle, answers.only_number),
+    "kv": (kv, in_form),
     "kv4": (functools.partial(kv, asked=4), in_form),
-    "kv16": (functools.partial(kv, asked=16), in_form), "list": (list_, listed),
-    "own": (own, only_number), "hop": (hop, only_number), "sum": (sum_, last_number),}
+    "kv16": (functools.partial(kv, asked=16), in_form),
+    "list": (list_, listed),
+    "own": (own, answers.only_number),
+    "hop": (hop, answers.only_number),
+    "sum": (sum_, answers.last_number)}
 # tasks with a worked example: what makes it, of words that no problem names
 EXAMPLES = {"list": functools.partial(list_, things=PLACES)}
 
@@ -474,82 +437,95 @@ class Problems:
     def __init__(self, task, tok, seed, tokens, n_eval, template=None, skip_long=False,
                  eval_task="", shots=0, raw_text=False, rule="auto", eval_first=0,
                  control_tokens=False):
-        self.task, self.seed, self.tokens, self.n_eval = task, seed, tokens, n_eval
-        self.eval_first, self.control_tokens = eval_first, control_tokens
-        self.rule, self.notes, self.longest = rule, list(tok.notes), tokens
-        self.file, examples = None, []
+        self.task = task
+        self.seed = seed
+        self.tokens = self.longest = tokens
+        self.n_eval = n_eval
+        self.eval_first = eval_first
+        self.control_tokens = control_tokens
+        self.rule = rule
+        self.notes = list(tok.notes)
+        self.file = None  # {split: Problems}
+        examples = []
         if is_file(task):
-            no_chat = ""
-            if raw_text or not tok.has_chat:
-                no_chat = "raw_text=True" if raw_text else "this checkpoint has no chat template"
-            paths = sum(files_of(task, eval_task).values(), [])
-            self.file, examples = read_splits(paths, shots, self.notes, rule=rule, no_chat=no_chat)
+            no_chat = "" if tok.has_chat else "this checkpoint has no chat template"
+            no_chat = "raw_text=True" if raw_text else no_chat
+            paths = sum(files.files_of(task, eval_task).values(), [])
+            self.file, examples = read_splits(paths, shots, self.notes, rule=rule,
+                                              no_chat=no_chat)
         elif task in EXAMPLES:
             examples = [example(task)]
-        self.encode = prompt_encoder(tok, template, examples, raw=raw_text, control=control_tokens)
+        self.encode = prompt_encoder(tok, template, examples, raw=raw_text,
+                                     control=control_tokens)
         self.thinks = opens_thought(tok, self.encode)
         if self.file:
             lengths = self._check_lengths(skip_long)
             self.longest = max(lengths)
             there = len(self.file["eval"])
             if eval_first >= there:
-                raise ValueError(f"eval_first {eval_first}: {eval_task or task} holds out {there} "
-                                 "problems")
+                raise ValueError(f"eval_first {eval_first}: {eval_task or task} holds "
+                                 f"out {there} problems")
             self.n_eval = min(n_eval, there - eval_first)
             self._describe(paths, examples, wanted=n_eval, median=median_high(lengths))
             self._note_spelled(tok)
         for split in ("eval", "train"):
-            (p,), _ = self.get(split, [0])
-            if rule in RULES and not earns(rule, p.answer, p.answer):
-                raise ValueError(f"task {task} has answers like {p.answer!r:.80}, which no text "
-                                 f"can match by reward={rule}")
+            (first,), _ = self.get(split, [0])
+            if rule in RULES and not earns(rule, first.answer, first.answer):
+                raise ValueError(f"task {task} has answers like {first.answer!r:.80}, "
+                                 f"which no text can match by reward={rule}")
+
+    def _note(self, said):
+        self.notes.append(f"{self.task}: {said}")
 
     def _describe(self, paths, examples, wanted, median):
         """Notes on what the files hold."""
-        train, n = len(self.file["train"]), len(self.file["eval"])
-        lengths = f"median prompt {median} tokens, longest {self.longest}"
+        pools = self.file.values()
+        train, held_out = map(len, pools)
+        where, how = f"; {paths[-1]}:", ""
         if len(paths) == 1:
-            self.notes.append(f"{self.task}: {train} problems to train on, {n} held out (one in "
-                              f"{HOLD_OUT}, by a hash), {wanted} wanted; {lengths}")
-        else:
-            self.notes.append(f"{self.task}: {train} problems to train on; {paths[1]}: {n} held "
-                              f"out, {wanted} wanted; {lengths}")
-        for p in examples:
-            if isinstance(self.rule, str) and (x := reward(p, p.worked)) < 1:
-                self.notes.append(f"shots: the answer of {p.where} earns {x:.3g} by "
-                                  f"reward={self.rule}, which the model will copy")
+            where, how = ",", f" (one in {files.HOLD_OUT}, by a hash)"
+        self._note(f"{train} problems to train on{where} {held_out} held out{how}, "
+                   f"{wanted} wanted; median prompt {median} tokens, longest "
+                   f"{self.longest}")
+        for each in examples:
+            if isinstance(self.rule, str) and (earned := reward(each, each.worked)) < 1:
+                self.notes.append(f"shots: the answer of {each.where} earns "
+                                  f"{earned:.3g} by reward={self.rule}, which the "
+                                  "model will copy")
         if examples:
             self.notes.append(f"shots={len(examples)}: in front of each problem "
-                              f"{', '.join(p.where for p in examples)}")
-        words = sum(not is_number(p.answer) for pool in self.file.values() for p in pool)
+                              f"{', '.join(each.where for each in examples)}")
+        gold = [each.answer for pool in pools for each in pool]
+        words = len(gold) - sum(map(answers.is_number, gold))
         if words and self.rule == "auto":
-            self.notes.append(f"{self.task}: {words} answers are no numbers and have to be given "
-                              "word for word")
+            self._note(f"{words} answers are no numbers and have to be given word for "
+                       "word")
 
     def _note_spelled(self, tok):
         """A note on prompts through which a chat template seems to have gone already."""
-        prompts = [p.prompt for pool in self.file.values() for p in pool]
-        texts = ["\n".join(map(content_of, x)) if isinstance(x, list) else x for x in prompts]
+        texts = ["\n".join(map(content_of, each.messages or [dict(content=each.text)]))
+                 for pool in self.file.values() for each in pool]
         found = list(filter(None, map(tok.spelled, texts)))
         if found and not self.control_tokens:
-            self.notes.append(
-                f"{self.task}: {len(found)} of {len(texts)} prompts spell control tokens "
-                f"({found[0]}), which stay text; if a chat template has written them, say "
-                "--raw_text=True --control_tokens=True")
+            self._note(f"{len(found)} of {len(texts)} prompts spell control tokens "
+                       f"({found[0]}), which stay text; if a chat template has written "
+                       "them, say --raw_text=True --control_tokens=True")
 
     def _check_lengths(self, skip_long):
         """Sorts out prompts that are too long, split by split, so that the others stay where
         they are -> lengths of these, in tokens. One that is empty is an error."""
         fitting, lengths = {}, []
         for split, pool in self.file.items():
-            sizes = [len(self._ids(p, p.where)) for p in pool]
-            fitting[split] = [p for p, size in zip(pool, sizes) if size <= self.tokens]
+            sizes = [len(self._ids(each, each.where)) for each in pool]
+            fitting[split] = [each for each, size in zip(pool, sizes)
+                              if size <= self.tokens]
             lengths += sizes
         left = [size for size in lengths if size <= self.tokens]
-        if len(left) == len(lengths):
+        too_long = len(lengths) - len(left)
+        if not too_long:
             return lengths
-        what = (f"{self.task}: {len(lengths) - len(left)} of {len(lengths)} prompts are longer "
-                f"than prompt_tokens={self.tokens}, the longest has {max(lengths)} tokens")
+        what = (f"{self.task}: {too_long} of {len(lengths)} prompts are longer than "
+                f"prompt_tokens={self.tokens}, the longest has {max(lengths)} tokens")
         if not skip_long:
             raise ValueError(f"{what}: raise prompt_tokens, or leave them out with "
                              "--skip_long=True")
@@ -559,11 +535,11 @@ class Problems:
         self.notes.append(f"{what}: they are left out")
         return left
 
-    def _ids(self, p, name):
+    def _ids(self, problem, name):
         """-> the prompt of a problem as ids. ValueError names the one that is empty or that the
         chat template refuses."""
         try:
-            ids = self.encode(p.prompt)
+            ids = self.encode(problem.prompt)
         except ValueError as e:
             raise ValueError(f"{name}: {e}") from None
         if not ids:
@@ -573,28 +549,29 @@ class Problems:
     def get(self, split, indices):
         """-> problems number `indices` of a split, "train" or "eval"; their prompts. ValueError
         names the one that the chat template refuses."""
-        out = [self.one(split, i) for i in indices]
-        return out, [self._ids(p, f"{split} problem {i} of {self.task}")
-                     for i, p in zip(indices, out)]
+        found = [self.one(split, i) for i in indices]
+        return found, [self._ids(each, f"{split} problem {i} of {self.task}")
+                       for i, each in zip(indices, found)]
 
     def one(self, split, i):
         seed = self.seed
         if split == "eval":
             seed, i = 0, self.eval_first + i  # every seed is measured on the same problems
         if self.file is None:
-            p = problem(self.task, split, seed, i, tokens=self.tokens, encode=self.encode)
+            found = problem(self.task, split, seed, index=i, tokens=self.tokens,
+                            encode=self.encode)
         else:
-            p = file_problem(self.file, split, seed, i)
-        thinks = self.thinks or (self.control_tokens and ends_in_thought(p.text))
-        return replace(p, thinks=thinks, rule=self.rule)
+            found = files.file_problem(self.file, split, seed, i)
+        thinks = self.thinks or (self.control_tokens and ends_in_thought(found.text))
+        return replace(found, thinks=thinks, rule=self.rule)
 
 
 def show():
     """Print a problem of each task. A stand-in for a tokenizer: one token per word."""
     for name in TASKS:
         tokens = {"kv4": 110, "kv16": 440}.get(name, 100)
-        p = problem(name, "train", 0, 0, tokens=tokens, encode=str.split)
-        print(f"[{name}] {len(p.text.split())} words\n{p.text}\n-> {p.answer}\n")
+        one = problem(name, "train", 0, 0, tokens=tokens, encode=str.split)
+        print(f"[{name}] {len(one.text.split())} words\n{one.text}\n-> {one.answer}\n")
 
 
 if __name__ == "__main__":

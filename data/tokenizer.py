@@ -53,7 +53,7 @@ import tokenizers
 from support.apart import Apart, Exceeds
 from support.hub import find_checkpoint
 from support.jsonfile import entry, read_json, read_text, reason, shown
-from support.screen import muted
+from support.screen import muted, one_line_errors
 
 # byte-level BPE writes each byte as one character: itself where it is printable, else U+0100
 # onwards in byte order
@@ -96,15 +96,16 @@ class Tokenizer:
         path = find_checkpoint(path)
         file = os.path.join(path, "tokenizer.json")
         if not os.path.exists(file):
-            raise FileNotFoundError(f"{path} holds no tokenizer.json "
-                                    "(a sentencepiece tokenizer.model alone is not supported)")
+            raise FileNotFoundError(f"{path} holds no tokenizer.json (a sentencepiece "
+                                    "tokenizer.model alone is not supported)")
         spec = read_json(file)
         self.notes = []
         with naming(path, "tokenizer.json"):
             model = entry(spec, "model", dict)
             check_model(model)
             vocab = entry(model, "vocab", dict)
-            normal = [s["type"] for s in flat(entry(spec, "normalizer", dict, {}), "normalizers")]
+            normal = entry(spec, "normalizer", dict, {})
+            normal = [step["type"] for step in flat(normal, "normalizers")]
             self.nfc = normal == ["NFC"]
             self._read_added(entry(spec, "added_tokens", list, []), vocab)
             check_vocabulary(vocab, self.added)
@@ -120,56 +121,64 @@ class Tokenizer:
         self._stop_at_turns()
 
     def _read_added(self, tokens, vocab):
-        ids, late, free = {}, set(), len(vocab)
+        ids = {}
+        late = set()
+        free = len(vocab)
         self.hidden = set()  # ids that decode(special=False) leaves out, besides stop tokens
-        for t in tokens:
-            if type(t) is not dict:
-                raise ValueError(f"added_tokens holds {shown(t)}, must be objects")
-            text = entry(t, "content", str)
+        for token in tokens:
+            if type(token) is not dict:
+                raise ValueError(f"added_tokens holds {shown(token)}, must be objects")
+            text = entry(token, "content", str)
             if not 0 < len(text) <= LONGEST_ADDED:
-                raise ValueError(f"added token {shown(text)} has {len(text)} characters, "
-                                 f"must have 1 to {LONGEST_ADDED}")
+                raise ValueError(f"added token {shown(text)} has {len(text)} "
+                                 f"characters, must have 1 to {LONGEST_ADDED}")
             for option in ("lstrip", "rstrip", "single_word"):
-                if entry(t, option, bool, False):
-                    raise ValueError(f"added token {text!r} has {option}, which is not supported")
+                if entry(token, option, bool, False):
+                    raise ValueError(f"added token {text!r} has {option}, which is not "
+                                     "supported")
             # tokens marked `normalized` are looked for, normalised, in the normalised text, the
             # others before normalising
-            if entry(t, "normalized", bool, False) and self.nfc:
+            if entry(token, "normalized", bool, False) and self.nfc:
                 text = NFC(text)
                 late.add(text)
             if text in ids:
                 raise ValueError(f"added token {text!r} stands there twice")
             # the tokenizers library numbers them itself and does not look at the file's id
-            ids[text] = check_id(t.get("id"), f"added token {text!r}")
-            expected = vocab.get(t["content"], free)
-            if ids[text] != expected:
-                raise ValueError(f"added token {text!r} has id {ids[text]}, must have {expected}: "
-                                 "its id in the vocabulary, or the next free one")
+            found = ids[text] = check_id(token.get("id"), f"added token {text!r}")
+            expected = vocab.get(token["content"], free)
+            if found != expected:
+                raise ValueError(f"added token {text!r} has id {found}, must have "
+                                 f"{expected}: its id in the vocabulary, or the next "
+                                 "free one")
             free = max(free, expected + 1)
-            if entry(t, "special", bool, False) and text not in THOUGHT:
-                self.hidden.add(ids[text])
+            if entry(token, "special", bool, False) and text not in THOUGHT:
+                self.hidden.add(found)
         self.added = ids
-        self.cut_early, self.cut_late = cutter(ids.keys() - late), cutter(late)
-        self.control = either_of(t for t in ids if t not in THOUGHT and t.strip())
+        self.cut_early = cutter(ids.keys() - late)
+        self.cut_late = cutter(late)
+        self.control = either_of(text for text in ids
+                                 if text not in THOUGHT and text.strip())
 
     def _read_model(self, spec, model, normal):
         """-> what encodes: engine(text, first) -> ids. first: with text the given one begins."""
         pre = entry(spec, "pre_tokenizer", dict, {})
-        pattern, steps = read_pattern(pre), flat(pre, "pretokenizers")
+        steps = flat(pre, "pretokenizers")
+        pattern = read_pattern(steps)
         for step in steps:
             if step["type"] not in CUTS or step.get("behavior") == "Removed":
-                raise ValueError(f"pre_tokenizer {json.dumps(step)[:200]} is not supported")
+                step = json.dumps(step)[:200]
+                raise ValueError(f"pre_tokenizer {step} is not supported")
         byte_level = any(step["type"] == "ByteLevel" for step in steps)
         # no merge may make an added token, even where the vocabulary lists it
         vocab = {t: i for t, i in model["vocab"].items() if t not in self.added}
         merges = read_merges(entry(model, "merges", list), model["vocab"])
         merges = [pair for pair in merges
                   if not {*pair, "".join(pair)} & self.added.keys()]
-        absent = absent_bytes(vocab, byte_level,
-                              entry(model, "byte_fallback", bool, False))
+        fallback = entry(model, "byte_fallback", bool, False)
+        absent = absent_bytes(vocab, byte_level, fallback)
         if absent and entry(model, "unk_token", str, ""):
-            raise ValueError(f"unk_token {shown(model['unk_token'])} in place of {len(absent)} "
-                             "absent bytes is not supported")
+            raise ValueError(f"unk_token {shown(model['unk_token'])} in place of "
+                             f"{len(absent)} absent bytes is not supported")
         self.bytes = {i: spelled_bytes(t, byte_level) for t, i in vocab.items()}
         self.bytes |= {i: t.encode("utf-8", "replace") for t, i in self.added.items()}
         if not self.bytes:
@@ -182,17 +191,19 @@ class Tokenizer:
             entry(spec, "decoder", dict)
             self.decoder = load(spec)
         model = dict(model, vocab=vocab, merges=merges, unk_token=None)
-        return Library(dict(spec, added_tokens=[], model=model, pre_tokenizer=pre or None))
+        return Library(dict(spec, added_tokens=[], model=model,
+                            pre_tokenizer=pre or None))
 
     def _read_bos(self, post):
         """post_processor -> ids that it puts in front of a text"""
-        found = load(dict(model=dict(type="BPE", vocab=dict(a=0), merges=[]), post_processor=post))
+        model = dict(type="BPE", vocab=dict(a=0), merges=[])
         with no_panic("post_processor fails"):
-            found = found.encode("a")
+            found = load(dict(model=model, post_processor=post)).encode("a")
         ids = found.ids[:found.special_tokens_mask.index(0)]
-        odd = [i for i in ids if i not in self.bytes]
-        if odd:
-            raise ValueError(f"post_processor puts id {odd[0]} in front, which has no token")
+        for i in ids:
+            if i not in self.bytes:
+                raise ValueError(f"post_processor puts id {i} in front, which has no "
+                                 "token")
         return tuple(ids)
 
     def _read_stop_ids(self, path):
@@ -200,20 +211,20 @@ class Tokenizer:
         stops = set()
         for file in ("generation_config.json", "config.json"):
             ids = read_json(os.path.join(path, file), {}).get("eos_token_id")
-            if ids is None:
-                continue
             if type(ids) is not list:
-                ids = [ids]
+                ids = [] if ids is None else [ids]
             for i in ids:
                 if type(i) is not int or i not in self.bytes:
-                    raise ValueError(f"{os.path.join(path, file)}: eos_token_id {shown(i)} is not "
-                                     "in tokenizer.json: must be the id of a token, or a list")
-            stops |= set(ids)
+                    raise ValueError(f"{os.path.join(path, file)}: eos_token_id "
+                                     f"{shown(i)} is not in tokenizer.json: must be "
+                                     "the id of a token, or a list")
+            stops.update(ids)
         eos = self.named.get("eos_token")
-        if eos and eos not in self.added:
-            raise ValueError(f"{os.path.join(path, 'tokenizer_config.json')}: eos_token "
-                             f"{shown(eos)} is not in tokenizer.json's added_tokens")
         if eos:
+            with naming(path, "tokenizer_config.json"):
+                if eos not in self.added:
+                    raise ValueError(f"eos_token {shown(eos)} is not in "
+                                     "tokenizer.json's added_tokens")
             stops.add(self.added[eos])
         return tuple(sorted(stops))
 
@@ -233,8 +244,9 @@ class Tokenizer:
             return
         end = self.added[rest[0]]
         if end not in self.stop_ids:
-            self.notes.append(f"the chat template ends turns with {rest[0]!r}, which the "
-                              "checkpoint does not call a stop token: here it is one")
+            self.notes.append(f"the chat template ends turns with {rest[0]!r}, which "
+                              "the checkpoint does not call a stop token: here it is "
+                              "one")
             self.stop_ids = tuple(sorted({*self.stop_ids, end}))
 
     def __len__(self):
@@ -245,18 +257,16 @@ class Tokenizer:
         """Sorted ids below len(tok) that have no token."""
         return sorted(set(range(len(self))) - self.bytes.keys())
 
-    def encode(self, text, special=False):
+    def encode(self, text, special=False, masked=False):
         """text -> ids, nothing added. special=True turns text that spells an added token into that
-        token's id."""
-        return self._encode(text, special)
-
-    def _encode(self, text, special, masked=False):
-        """masked: some of the text is, and spells no added token."""
+        token's id; masked: but for text that is (see `Said`)."""
         try:
             text.encode()
         except UnicodeEncodeError:
             text = text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
-        added, ids, first = (self.added if special else {}), [], True
+        added = self.added if special else {}
+        ids = []
+        first = True
         for part in self.cut_early(text) if special else [text]:
             # part by part, or a combining mark behind <|im_end|> would compose with its ">" and
             # undo the token
@@ -283,14 +293,13 @@ class Tokenizer:
         id without a token."""
         left_out = () if special else self.hidden.union(self.stop_ids)
         ids = [i for i in map(int, ids) if i not in left_out]
-        try:
-            pieces = [self.bytes[i] for i in ids]
-        except KeyError as e:
-            raise ValueError(f"no token has id {e}: ids end at {len(self) - 1}") from None
+        for i in ids:
+            if i not in self.bytes:
+                raise ValueError(f"no token has id {i}: ids end at {len(self) - 1}")
         if self.decoder:
             with no_panic("tokenizers cannot decode these ids"):
                 return self.decoder.decode(ids, skip_special_tokens=False)
-        return b"".join(pieces).decode("utf-8", "replace")
+        return b"".join(map(self.bytes.get, ids)).decode("utf-8", "replace")
 
     @property
     def has_chat(self):
@@ -307,26 +316,25 @@ class Tokenizer:
         not know an argument."""
         if not self.has_chat:
             raise ValueError("this checkpoint has no chat template")
-        unknown = arguments.keys() - self.template.variables | arguments.keys() & {"messages"}
+        variables = self.template.variables
+        unknown = arguments.keys() - (variables - {"messages"})
         if unknown:
-            raise ValueError(f"the chat template takes no argument {min(unknown)!r} (of "
-                             f"{', '.join(sorted(self.template.variables)) or 'none'})")
+            raise ValueError(f"the chat template takes no argument {min(unknown)!r} "
+                             f"(of {', '.join(sorted(variables)) or 'none'})")
         given = dict(tools=None, documents=None, **self.named) | arguments
-
-        def written(messages):
-            return self.template.render(dict(given, messages=messages,
-                                             add_generation_prompt=add_generation_prompt))
-
+        given["add_generation_prompt"] = add_generation_prompt
         messages = as_transformers(messages)
-        wanted, text = written(messages), written(list(map(said, messages)))
-        ids = self._encode(text, special=True, masked=True)
+        wanted = self.template.render(given | dict(messages=messages))
+        text = self.template.render(given | dict(messages=list(map(said, messages))))
+        ids = self.encode(text, special=True, masked=True)
         if unmasked(text) == wanted:
             return ids
         # it looked in another way than by Said's methods: does it write the same added tokens?
-        real, added = self.encode(wanted, special=True), {*self.added.values()}
+        real = self.encode(wanted, special=True)
+        added = {*self.added.values()}
         if [i for i in real if i in added] != [i for i in ids if i in added]:
-            raise ValueError("a message spells a control token, and the chat template looks into "
-                             "it in a way by which it may become one")
+            raise ValueError("a message spells a control token, and the chat template "
+                             "looks into it in a way by which it may become one")
         return real
 
 
@@ -340,8 +348,9 @@ class Ranks:
         # vocabulary, and no id
         self.ids = [vocab[t] for t in order] + [None] * len(absent)  # rank -> id
         tokens = [*map(spelled_bytes, order), *absent]
+        ranks = {token: rank for rank, token in enumerate(tokens)}
         self.bpe = tiktoken.Encoding("bpe", pat_str=pattern, special_tokens={},
-                                     mergeable_ranks={t: rank for rank, t in enumerate(tokens)})
+                                     mergeable_ranks=ranks)
 
     def __call__(self, text, first):
         with no_panic(f"tiktoken cannot split this text of {len(text)} characters"):
@@ -405,8 +414,8 @@ def naming(path, name):
 
 def check_id(value, what):
     if type(value) is not int or not 0 <= value < MOST_IDS:
-        raise ValueError(f"{what} has id {shown(value)}, must be a whole number from 0 to "
-                         f"{MOST_IDS - 1:,}")
+        raise ValueError(f"{what} has id {shown(value)}, must be a whole number from 0 "
+                         f"to {MOST_IDS - 1:,}")
     return value
 
 
@@ -417,7 +426,8 @@ def check_vocabulary(vocab, added):
     for text, i in vocab.items():
         check_id(i, f"vocabulary entry {text!r}"[:100])
         if owner.setdefault(i, text) != text:
-            raise ValueError(f"tokens {shown(owner[i])} and {shown(text)} both have id {i}")
+            both = f"{shown(owner[i])} and {shown(text)}"
+            raise ValueError(f"tokens {both} both have id {i}")
 
 
 # ---- the parts of tokenizer.json ----
@@ -427,33 +437,36 @@ def check_model(model):
     if kind != "BPE":
         raise ValueError(f"model type {shown(kind)} is not supported (BPE is)")
     for option in ("dropout", "continuing_subword_prefix", "end_of_word_suffix"):
-        if model.get(option):
-            raise ValueError(f"BPE option {option}={shown(model[option])} is not supported")
+        if value := model.get(option):
+            raise ValueError(f"BPE option {option}={shown(value)} is not supported")
 
 
 def read_merges(merges, vocab):
     """["a b", ...] or [["a", "b"], ...] -> list of pairs of tokens"""
-    pairs = [tuple(pair.split(" ") if type(pair) is str else pair if type(pair) is list else ())
-             for pair in merges]
-    for rank, pair in enumerate(pairs):
-        if len(pair) != 2 or {str} != set(map(type, pair)):
-            raise ValueError(f"merge {rank} is {shown(merges[rank])}, must be two tokens")
+    pairs = []
+    for rank, merge in enumerate(merges):
+        pair = merge.split(" ") if type(merge) is str else merge
+        if type(pair) is not list or [*map(type, pair)] != [str, str]:
+            raise ValueError(f"merge {rank} is {shown(merge)}, must be two tokens")
         for token in (*pair, "".join(pair)):
             if token not in vocab:
-                raise ValueError(f"the vocabulary lacks token {shown(token)} of merge {rank}")
+                token = shown(token)
+                raise ValueError(f"the vocabulary lacks token {token} of merge {rank}")
+        pairs.append(tuple(pair))
     return pairs
 
 
 def absent_bytes(vocab, byte_level, fallback):
     """The bytes without a token of their own. Raises ValueError where a character would be lost."""
     if byte_level == fallback:
-        raise ValueError(f"BPE with byte_fallback={shown(fallback)} is not supported for a "
-                         f"pre_tokenizer {'with' if byte_level else 'without'} ByteLevel")
+        how = "with" if byte_level else "without"
+        raise ValueError(f"BPE with byte_fallback={shown(fallback)} is not supported "
+                         f"for a pre_tokenizer {how} ByteLevel")
     if byte_level:
         return [bytes([b]) for c, b in BYTE_OF.items() if c not in vocab]
-    lost = [b for b in range(256) if f"<0x{b:02X}>" not in vocab]
-    if lost:
-        raise ValueError(f"byte_fallback without a token <0x{lost[0]:02X}> is not supported")
+    for token in (f"<0x{b:02X}>" for b in range(256)):
+        if token not in vocab:
+            raise ValueError(f"byte_fallback without a token {token} is not supported")
     return []
 
 
@@ -477,7 +490,8 @@ def rank_tokens(vocab, merges, whole):
     last merge, and so does tiktoken, as long as all merges that make a token stand together. If
     not, no text contains the token, and it stays out of the ranks."""
     made = [token for token, _ in itertools.groupby(map("".join, merges))]
-    if len(made) > len(set(made)) or "" in vocab or not set("".join(vocab)) <= BYTE_OF.keys():
+    foreign = set("".join(vocab)) - BYTE_OF.keys()
+    if len(made) > len(set(made)) or "" in vocab or foreign:
         return None
     bpe = tokenizers.models.BPE(vocab, merges)
     parts = {token: [part.id for part in bpe.tokenize(token)] for token in vocab}
@@ -490,12 +504,11 @@ def rank_tokens(vocab, merges, whole):
     return [token for token in order if token not in unmade] + (rest if whole else [])
 
 
-def read_pattern(pre):
-    """The pre_tokenizer of tokenizer.json -> the one regex that finds the same pieces, None for
-    other kinds."""
-    steps = flat(pre, "pretokenizers")
-    steps = [{"use_regex": True, **s} if s["type"] == "ByteLevel" else s for s in steps]
-    match steps:
+def read_pattern(steps):
+    """The steps of a pre_tokenizer -> the one regex that finds the same pieces, None for other
+    kinds."""
+    match [{"use_regex": True, **step} if step["type"] == "ByteLevel" else step
+           for step in steps]:
         case [{"type": "ByteLevel", "add_prefix_space": False, "use_regex": True}]:
             return GPT2
         case [{"type": "Digits", "individual_digits": True},
@@ -576,19 +589,23 @@ class Template:
             """a ~ b becomes [a, b] | join, which is ours."""
 
             def visit_Concat(self, node):
-                fields = nodes.List([self.visit(x) for x in node.nodes]), "join", [], [], None, None
+                parts = nodes.List([self.visit(part) for part in node.nodes])
+                fields = parts, "join", [], [], None, None
                 return nodes.Filter(*fields).set_lineno(node.lineno)
 
-        self.file, env = file, environment()
+        self.file = file
+        env = environment()
         try:
             tree = env.parse(source)
             self.variables = meta.find_undeclared_variables(tree) - env.globals.keys()
             self.compiled = env.from_string(Joins().visit(tree))
         except (TemplateError, RecursionError, MemoryError) as e:
-            raise ValueError(f"{file}: chat template cannot be read: {reason(e)}") from None
+            raise ValueError(f"{file}: chat template cannot be read: "
+                             f"{reason(e)}") from None
 
     def render(self, variables):
-        size, parts = 0, []
+        size = 0
+        parts = []
         try:
             for part in self.compiled.generate(variables):
                 size += len(part)
@@ -641,8 +658,9 @@ def environment():
         return joined(x for value in values
                       for x in (between, str(value)))[len(between):]
 
-    env = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True,
-                                        extensions=["jinja2.ext.loopcontrols", Generation])
+    env = ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True,
+        extensions=["jinja2.ext.loopcontrols", Generation])
     env.globals |= {"raise_exception": raise_exception, "strftime_now": DATE.strftime}
     env.filters |= {"tojson": tojson, "join": join}
     env.concat = joined
@@ -669,8 +687,9 @@ class Moved(dict):
 def hide(code):
     """The mask of a character. White space and what JSON escapes have none, as templates trim and
     quote; nor has half a surrogate pair."""
-    stays = chr(code).isspace() or code < 32 or chr(code) in '"\\' or 0xD800 <= code < 0xE000
-    return code if stays or code >= 0x20000 else code + FREE
+    stays = chr(code).isspace() or code < 32 or chr(code) in '"\\'
+    half = 0xD800 <= code < 0xE000
+    return code if stays or half or code >= 0x20000 else code + FREE
 
 
 HIDDEN = Moved(hide)
@@ -748,13 +767,14 @@ def recases(name):
     return method
 
 
-for name in """__contains__ __eq__ __ge__ __gt__ __hash__ __le__ __lt__ __ne__ count endswith find
-        index isalnum isalpha isdigit rfind rindex startswith""".split():
-    setattr(Said, name, looks(name))
-for name in "capitalize lower title upper".split():
-    setattr(Said, name, recases(name))
-for name in "lstrip partition rpartition rsplit rstrip split splitlines strip".split():
-    setattr(Said, name, cuts(name))
+METHODS = {
+    looks: """__contains__ __eq__ __ge__ __gt__ __hash__ __le__ __lt__ __ne__ count
+        endswith find index isalnum isalpha isdigit rfind rindex startswith""",
+    recases: "capitalize lower title upper",
+    cuts: "lstrip partition rpartition rsplit rstrip split splitlines strip"}
+for kind, names in METHODS.items():
+    for name in names.split():
+        setattr(Said, name, kind(name))
 
 
 def joined(texts):
@@ -768,7 +788,8 @@ def joined(texts):
 def said(message):
     """A message with masks: all of it but the names of its fields, and its role, of which templates
     make tokens."""
-    return {name: value if name == "role" else as_said(value, message.get("role") == "assistant")
+    thinks = message.get("role") == "assistant"
+    return {name: value if name == "role" else as_said(value, thinks)
             for name, value in message.items()}
 
 
@@ -777,7 +798,8 @@ def as_said(value, thinks):
     thought, which stay."""
     if isinstance(value, str):
         parts = re.split(f"({'|'.join(THOUGHT)})", value) if thinks else [value]
-        return Said("".join(part if part in THOUGHT else part.translate(HIDDEN) for part in parts))
+        return Said("".join(part if part in THOUGHT else part.translate(HIDDEN)
+                            for part in parts))
     if isinstance(value, list):
         return [as_said(x, thinks) for x in value]
     if isinstance(value, dict):
@@ -791,8 +813,8 @@ def as_transformers(messages):
     found = []
     for message in messages:
         message = {name: value for name, value in message.items() if value is not None}
-        thoughts = [message[name] for name in ("reasoning_content", "thinking", "reasoning")
-                    if name in message]
+        names = ("reasoning_content", "thinking", "reasoning")
+        thoughts = [message[name] for name in names if name in message]
         if thoughts:
             message = {"thinking": thoughts[0], **message,
                        "reasoning_content": thoughts[0]}
@@ -804,21 +826,16 @@ def as_transformers(messages):
 
 def either_of(tokens):
     """A pattern that finds the leftmost, then longest, of `tokens`."""
-    longest_first = sorted(tokens, key=len, reverse=True)
-    return re.compile("(" + ("|".join(map(re.escape, longest_first)) or "(?!)") + ")")
+    longest_first = map(re.escape, sorted(tokens, key=len, reverse=True))
+    return re.compile(f"({'|'.join(longest_first) or '(?!)'})")
 
 
 def cutter(tokens):
     """A function that cuts text at `tokens`: -> the non-empty parts, tokens among them."""
     pattern = either_of(tokens)
-
-    def whole(text):
-        return [text]
-
-    def cut(text):
-        return [part for part in pattern.split(text) if part]
-
-    return cut if tokens else whole
+    if not tokens:
+        return lambda text: [text]
+    return lambda text: [part for part in pattern.split(text) if part]
 
 
 def cut_space(text):
@@ -831,15 +848,14 @@ def cut_space(text):
 
 
 def main(folder, *words):
-    try:
+    with one_line_errors(ValueError, OSError):
         tok = Tokenizer(folder)
-    except (ValueError, OSError) as e:
-        raise SystemExit(f"error: {e}") from None
     text = " ".join(words)
-    ids = tok.encode(text or "Every key has a lifetime: it's born at 17, it dies at 4096.  🙂")
+    ids = tok.encode(text or "Every key has a lifetime: it's born at 17, it dies at "
+                             "4096.  🙂")
     stops = [tok.decode([i]) for i in tok.stop_ids]
-    print(f"{len(tok):,} ids, {len(tok.added)} of them added, chat template: {tok.has_chat}, "
-          f"stops at {stops}")
+    print(f"{len(tok):,} ids, {len(tok.added)} of them added, chat template: "
+          f"{tok.has_chat}, stops at {stops}")
     for note in tok.notes:
         print(note)
     for i in ids:

@@ -50,52 +50,24 @@ from statistics import fmean
 from types import SimpleNamespace
 
 import train
+from experiments import logs
 from experiments.curves import figure
-from experiments.logs import (
-    CACHES,
-    KV,
-    LAST,
-    MANY_SEEDS,
-    at_end,
-    compared,
-    ended,
-    find_logs,
-    folder,
-    keep,
-    load,
-    parse_compare,
-    read,
-    recorded,
-    remember,
-    results,
-    series,
-)
+from experiments.logs import CACHES, KV, LAST, at_end, ended, read, results, series
 from experiments.ttest import RANKED, holm, interval, p_value, signed_rank_p
 from run.settings import MAY_CHANGE, identity_of
+from support import configurator
+from support import run as runs
 from support.checkpoint import HELD, check_whole, open_to_append, remove, write_text
-from support.configurator import (
-    check_ranges,
-    configure,
-    help_if_asked,
-    joined,
-    make_folder,
-)
+from support.configurator import check_ranges, configure, help_if_asked, joined
 from support.hub import find_checkpoint
 from support.jsonfile import entry, printable, read_json, shown
-from support.run import (
-    ADAPTERS,
-    MODELS,
-    SIGNALS,
-    difference,
-    hold,
-    remove_listed,
-    step_of,
-)
+from support.run import ADAPTERS, MODELS, SIGNALS, difference, hold, step_of
 from support.screen import one_line_errors, tell
 
 ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 TRAIN = os.path.join(ROOT, "train.py")
-OPTIONS = dict(seeds=3,           # seeds 0, 1, 2, or as many from `first` on
+OPTIONS = dict(
+    seeds=3,           # seeds 0, 1, 2, or as many from `first` on
     first=0,           # the first seed
     jobs=1,            # runs at a time
     threads=1,         # of each run
@@ -135,8 +107,7 @@ def parse(argv):
         raise ValueError("write --out=FOLDER")
     of_table = all(re.match("--(table|out|keep|compare)=", arg) for arg in own)
     if options.table and (common or not of_table):
-        raise ValueError("--table runs nothing: it takes --out, --keep, --compare and "
-                         "names of arms")
+        raise ValueError("--table runs nothing: only --out, --keep, --compare, arms")
     if not (arms or options.table):
         raise ValueError("no arm: name a config file, or --table (--help says more)")
     return options, arms, common
@@ -146,13 +117,12 @@ def parse_arm(text):
     """'a.py+b.py --key=value' -> name, config files, options. Raises ValueError."""
     try:
         words = shlex.split(text)
-    except ValueError as e:
-        raise ValueError(f"arm {text!r}: {e}") from None
-    files = [f for w in words if not w.startswith("--") for f in w.split("+")]
-    options = [w for w in words if w.startswith("--")]
-    if not files or not all(f.endswith(".py") for f in files):
-        raise ValueError(f"arm {text!r}: write config/NAME.py, several joined by +, "
-                         "then --key=value")
+    except ValueError as error:
+        raise ValueError(f"arm {text!r}: {error}") from None
+    options = [word for word in words if word.startswith("--")]
+    files = "+".join(word for word in words if word not in options).split("+")
+    if not all(file.endswith(".py") for file in files):
+        raise ValueError(f"arm {text!r}: write config/NAME.py+config/B.py --key=value")
     name = [os.path.basename(files[-1])[:-3]]
     for option in options:
         key, _, value = option[2:].partition("=")
@@ -168,28 +138,27 @@ def request(texts, common, seeds):
     arms, configs = {}, {}
     for name, files, options in map(parse_arm, texts):
         if name in arms:
-            raise ValueError(f"two arms are named {name!r}: give one a config file of "
-                             "its own")
+            raise ValueError(f"two arms are named {name!r}: rename one's config file")
         args = files + common + options
-        c = configs[name] = train.settings(args)
+        config = configs[name] = train.settings(args)
         # the last two in a config file too
         for key in ("seed", "out_dir", "resume", "overwrite"):
             given = any(arg.startswith(f"--{key}=") for arg in args)
-            if given or getattr(c, key) is True:
+            if given or getattr(config, key) is True:
                 raise ValueError(f"arm {name!r}: {key}: every run gets its own, from "
                                  "--seeds and --out")
-        if c.dry_run:
-            raise ValueError(f"arm {name!r}: dry_run=True trains nothing: say it to "
-                             "train.py")
-        arms[name] = dict(args=shlex.join(args), seeds=list(seeds), steps=c.steps,
-                          start=start_of(c))
+        if config.dry_run:
+            raise ValueError(f"arm {name!r}: dry_run=True is for train.py")
+        arms[name] = dict(args=shlex.join(args), seeds=list(seeds), steps=config.steps,
+                          start=start_of(config))
     return arms, configs
 
 
-def start_of(c):
+def start_of(config):
     """What arms that begin with the same rewards have in common."""
-    keys = [*START, *(key for key in LATER if getattr(c, key) != train.DEFAULTS[key])]
-    return " ".join(f"{k}={os.path.basename(str(getattr(c, k)))}" for k in keys)
+    set_later = [key for key in LATER if getattr(config, key) != train.DEFAULTS[key]]
+    return " ".join(f"{key}={os.path.basename(str(getattr(config, key)))}"
+                    for key in (*START, *set_later))
 
 
 # running
@@ -197,21 +166,20 @@ def start_of(c):
 def name_comparisons(where, text):
     """Those of the folder, else those of text as of now, or None; nothing is written. Raises
     ValueError if others are named there."""
-    before = compared(where)
+    before = logs.compared(where)
     if text and before and text != before["compare"]:
-        was = shown(before["compare"])
-        raise ValueError(f"compare was {was} in {where!r}, now it is {shown(text)}: "
-                         "choose another --out and --keep")
+        raise ValueError(f"compare was {shown(before['compare'])} in {where!r}, now "
+                         f"it is {shown(text)}: choose another --out and --keep")
     if before or not text:
         return before
-    return dict(compare=text, begun=sum(map(len, find_logs(where).values())))
+    return dict(compare=text, begun=sum(map(len, logs.find_logs(where).values())))
 
 
 def comparisons(named, arms):
     """-> [(arm, other arm, cache, margin or None)], names in full. Raises ValueError if an arm is
     not there."""
     found = []
-    for one, other, *rest in parse_compare(named["compare"]):
+    for one, other, *rest in logs.parse_compare(named["compare"]):
         pair = [full_name(name, arms) for name in (one, other)]
         if pair[0] == pair[1]:
             raise ValueError(f"compare: {one!r} and {other!r} are one arm")
@@ -231,7 +199,7 @@ def full_name(name, arms):
     return found[0]
 
 
-def decide(path, c):
+def decide(path, config):
     """What the run at path needs: None, "--resume=True" or "--overwrite=True". Raises
     ValueError if what it holds is another run; train.py would say so too, but is not asked
     about a finished one."""
@@ -242,13 +210,14 @@ def decide(path, c):
     resumes = has("ckpt.pt") or is_whole(os.path.join(path, PREVIOUS))
     if not resumes and not ended(log):
         return "--overwrite=True"
-    check_same(path, c)
-    if log and log[-1]["step"] > c.steps:
-        done = log[-1]["step"]
+    check_same(path, config)
+    steps = config.steps
+    done = log[-1]["step"] if log else 0
+    if done > steps:
         raise ValueError(f"the run in {path!r} has done {done} steps already, "
-                         f"steps={c.steps}: choose another --out")
-    last = ("model", "adapter") if c.lora_rank else ("model",)
-    if ended(log, c.steps) and (not has("ckpt.pt") or step_of(path, last) == c.steps):
+                         f"steps={steps}: choose another --out")
+    last = ("model", "adapter") if config.lora_rank else ("model",)
+    if ended(log, steps) and (not has("ckpt.pt") or step_of(path, last) == steps):
         return None
     return "--resume=True" if resumes else "--overwrite=True"
 
@@ -261,7 +230,7 @@ def is_whole(path):
     return True
 
 
-def check_same(path, c):
+def check_same(path, config):
     """Raise ValueError if the run at path is another one than c asks for. A task file may have
     moved; a model not, as its weights are compared by their place alone."""
     file = os.path.join(path, "config.json")
@@ -271,12 +240,12 @@ def check_same(path, c):
     except ValueError as e:
         raise ValueError(f"{file}: {e}") from None
     if before:
-        identity = identity_of(c, find_checkpoint(c.model))
+        identity = identity_of(config, find_checkpoint(config.model))
     # whatever it was
-    auto = {key for key in ("device", "dtype") if getattr(c, key) == "auto"}
+    auto = {key for key in ("device", "dtype") if getattr(config, key) == "auto"}
     moved = {"task", "eval_task"} & identity.keys() & before.keys()
-    equal = vars(c).keys() - MAY_CHANGE - {"seed"} - auto - moved
-    other = difference(was, c, identity=identity, where=path, equal=equal)
+    equal = vars(config).keys() - MAY_CHANGE - {"seed"} - auto - moved
+    other = difference(was, config, identity=identity, where=path, equal=equal)
     if other:
         raise ValueError(f"{other}: choose another --out")
 
@@ -326,8 +295,7 @@ def bound_to(parent):
     be it by SIGKILL. None where there is no Linux."""
     if sys.platform != "linux":
         return None
-    # looked up here: after the fork nothing should be loaded
-    prctl = ctypes.CDLL(None).prctl
+    prctl = ctypes.CDLL(None).prctl  # here: after the fork nothing should be loaded
 
     def ask():
         prctl(1, int(signal.SIGTERM))  # PR_SET_PDEATHSIG
@@ -341,37 +309,31 @@ def report(name, path, code, seconds, stopped):
     finished?"""
     how = "stopped" if code and stopped else "failed"
     after = f"after {seconds / 60:.1f} min"
+    file = os.path.join(path, "train.log")
     if stopped and -code in SIGNALS:  # train.py does not handle them yet
-        return f"{name}: stopped {after}, as it started ({path}/train.log)", False
+        return f"{name}: stopped {after}, as it started ({file})", False
     try:
         log = [] if code else read(os.path.join(path, "log.jsonl"))
         if ended(log):
             rewards = ", ".join(f"{cache} cache {log[-1][key]:.3f}"
                                 for cache, key in CACHES.items())
             return f"{name}: ended {after}, held-out reward: {rewards}", True
-        file = os.path.join(path, "train.log")
         with open(file, encoding="utf-8", errors="replace") as f:
-            said = [line for line in f.read().splitlines() if line.strip()]
-        why = said[-1] if said else "it said nothing"
+            said = [line for line in f if line.strip()] or ["it said nothing"]
+        why = printable(said[-1])
     except (OSError, ValueError) as e:
-        why = str(e)
-    where = f"(exit code {code}, {path}/train.log)"
-    return f"{name}: {how} {after}: {printable(why)} {where}", False
+        why = printable(str(e))
+    return f"{name}: {how} {after}: {why} (exit code {code}, {file})", False
 
 
 def freest(devices, name, working):
     """The card with the fewest runs and of those with the fewest of this one's arm, as arms take
     different times. name: ARM seed N; working: (name, card) of each run -> card, or None"""
     def crowd(card):
-        there = [each for each, its in working if its == card]
-        same = [each for each in there if arm_of(each) == arm_of(name)]
-        return len(there), len(same)
+        arms = [each.rpartition(" seed ")[0] for each, its in working if its == card]
+        return len(arms), arms.count(name.rpartition(" seed ")[0])
 
     return min(devices, key=crowd, default=None)
-
-
-def arm_of(name):
-    return name.rpartition(" seed ")[0]
 
 
 def strip(name, path):
@@ -381,7 +343,7 @@ def strip(name, path):
         for file in ("ckpt.pt", PREVIOUS):
             remove(os.path.join(path, file))
         for part in (*MODELS, *ADAPTERS):
-            remove_listed(os.path.join(path, part))
+            runs.remove_listed(os.path.join(path, part))
             with suppress(OSError):  # it is not there, or holds somebody's own
                 os.rmdir(os.path.join(path, part))
     except OSError as e:
@@ -395,8 +357,7 @@ def at_work(runs, done, of):
         step = 0
         with suppress(OSError, ValueError, IndexError):  # no log yet
             last = read(os.path.join(run.path, "log.jsonl"))[-1]
-            # an evaluation stands before its step
-            step = last["step"] + ("reward" in last)
+            step = last["step"] + ("reward" in last)  # an evaluation stands before its step
         doing.append(f"{run.name} step {step} of {run.steps}")
     if len(runs) > 3:
         doing.append("...")
@@ -415,8 +376,8 @@ def run_all(todo, jobs, threads, lean=False):
             signals.append(signum)  # a terminal that is closed sends SIGHUP twice
 
     # nohup ignores SIGHUP
-    old = {s: signal.signal(s, hear) for s in SIGNALS
-           if s == signal.SIGINT or signal.getsignal(s) != signal.SIG_IGN}
+    old = {number: signal.signal(number, hear) for number in SIGNALS
+           if number == signal.SIGINT or signal.getsignal(number) != signal.SIG_IGN}
     try:
         while working or (waiting and not signals):
             for worker in range(jobs):
@@ -456,8 +417,8 @@ def run_all(todo, jobs, threads, lean=False):
             run.process.terminate()
         for run in working.values():
             run.process.wait()
-        for s, handler in old.items():
-            signal.signal(s, handler)
+        for number, handler in old.items():
+            signal.signal(number, handler)
     if signals:
         raise SystemExit(128 + signals[-1])
     return failed
@@ -466,13 +427,14 @@ def run_all(todo, jobs, threads, lean=False):
 # the tables
 
 NOTE = " ".join("""
-Reward: on held-out problems, greedy, mean of a run's last two evaluations; beside the mean over
-seeds its 95 % interval (Student's t, which knows no bounds). Best evaluation: of each run after
-step 0, mean over seeds; it is chosen on the problems that judge it and so reads too high. Gap: mean
-|log-prob of the learner - of the sampler|. Acceptance: overlap of the dense and the sparse policy,
-mean and 5th percentile. KL and entropy in nats, response length in tokens. KV kept: of a dense
-cache, in brackets of one that stores each prompt once per group. Minutes: sampling and learning,
-without evaluation.""".split())
+Reward: on held-out problems, greedy, mean of a run's last two evaluations; beside the
+mean over seeds its 95 % interval (Student's t, which knows no bounds). Best evaluation:
+of each run after step 0, mean over seeds; it is chosen on the problems that judge it
+and so reads too high. Gap: mean |log-prob of the learner - of the sampler|. Acceptance:
+overlap of the dense and the sparse policy, mean and 5th percentile. KL and entropy in
+nats, response length in tokens. KV kept: of a dense cache, in brackets of one that
+stores each prompt once per group. Minutes: sampling and learning, without
+evaluation.""".split())
 
 
 def across(values):
@@ -505,11 +467,11 @@ def before(arms, cache):
     others, as theirs is the others' dense reward. -> [(names, rewards)], the start that most arms
     share first"""
     groups = {}  # (evicts, start) -> names, {seed: rewards}
-    for name, a in arms.items():
-        for seed, log in a["logs"].items():
-            r = next(r for r in log if "kv_kept" in r)
-            start = a.get("start") or f"{r['kv_kept']} of {r['kv_dense']}"
-            key = r["kv_kept"] < r["kv_dense_shared"], start
+    for name, arm in arms.items():
+        for seed, log in arm["logs"].items():
+            row = next(row for row in log if "kv_kept" in row)
+            start = arm.get("start") or f"{row['kv_kept']} of {row['kv_dense']}"
+            key = row["kv_kept"] < row["kv_dense_shared"], start
             names, rewards = groups.setdefault(key, ({}, {}))
             names[name] = True
             rewards.setdefault(seed, []).append(log[0][CACHES[cache]])
@@ -529,10 +491,10 @@ def markdown(title, columns, rows):
     return "\n".join([title, "", *lines, ""])
 
 
-def counted(a):
+def counted(arm):
     """How many seeds ended, of how many."""
-    n = len(a["logs"])
-    return str(n) if n == len(a["seeds"]) else f"{n} of {len(a['seeds'])}"
+    done, asked = len(arm["logs"]), len(arm["seeds"])
+    return str(done) if done == asked else f"{done} of {asked}"
 
 
 def rewards_table(arms, cache):
@@ -545,14 +507,14 @@ def rewards_table(arms, cache):
             of = f" ({', '.join(names)})" if i else ""
             rows.append([f"before training{of}", "", text])
         shown.add(text)
-    for name, a in arms.items():
-        of_seeds = results(a, CACHES[cache]).values()
-        best = mean_of(results(a, CACHES[cache], max).values())
-        row = [name, counted(a), across([*of_seeds]), "", "", best]
+    for name, arm in arms.items():
+        of_seeds = results(arm, CACHES[cache]).values()
+        best = mean_of(results(arm, CACHES[cache], max).values())
+        row = [name, counted(arm), across([*of_seeds]), "", "", best]
+        if 1 < len(of_seeds) < logs.MANY_SEEDS:
+            row[3] = " ".join(f"{reward:.3f}" for reward in of_seeds)
         if 1 < len(of_seeds):
-            each = " ".join(f"{x:.3f}" for x in of_seeds)
-            row[3:5] = ["" if len(of_seeds) >= MANY_SEEDS else each,
-                        f"{min(of_seeds):.3f}"]
+            row[4] = f"{min(of_seeds):.3f}"
         rows.append(row)
     title = f"**Served {cache}**: held-out reward with the {cache} cache"
     columns = ["arm", "seeds", "mean", "each seed", "worst", "best evaluation"]
@@ -561,89 +523,85 @@ def rewards_table(arms, cache):
 
 def health(arms):
     """What happened on the way, arm by arm."""
-    columns = ["arm", "seeds", *HEALTH]
-    rows = []
-    for name, a in arms.items():
-        cells = [show(a) for show in HEALTH.values()] if a["logs"] else []
-        rows.append([name, counted(a), *cells])
+    shows = HEALTH.values()
+    rows = [[name, counted(arm), *(show(arm) for show in shows if arm["logs"])]
+            for name, arm in arms.items()]
     title = ("**Training**: means over seeds, where nothing else is said over the last "
              f"{LAST} steps")
-    return markdown(title, columns, rows)
+    return markdown(title, ["arm", "seeds", *HEALTH], rows)
 
 
-def gap_text(a):
+def gap_text(arm):
     """Nothing where nothing was replayed, as all samples of each prompt earn the same."""
-    first = [fmean(values[:LAST]) for values in series(a, "gap") if values]
-    return ", ".join(small(fmean(x)) for x in (first, at_end(a, "gap")) if x)
+    first = [fmean(values[:LAST]) for values in series(arm, "gap") if values]
+    last = at_end(arm, "gap")
+    return ", ".join(small(fmean(means)) for means in (first, last) if means)
 
 
-def kv_text(a):
-    kept, dense, shared = (sum(map(sum, series(a, key))) for key in KV)
+def kv_text(arm):
+    kept, dense, shared = (sum(map(sum, series(arm, key))) for key in KV)
     return f"1/{dense / kept:.1f} (1/{shared / kept:.1f})"
 
 
-def largest(a, key, show):
+def largest(arm, key, show):
     """As text, nothing where it was not logged."""
-    found = [max(values) for values in series(a, key) if values]
+    found = [max(values) for values in series(arm, key) if values]
     return show.format(max(found)) if found else ""
 
 
 HEALTH = {  # column: text of an arm's cell
-    "sampled reward": lambda a: mean_of(at_end(a, "reward")),
+    "sampled reward": lambda arm: mean_of(at_end(arm, "reward")),
     f"gap, first and last {LAST} steps": gap_text,
-    "acceptance, mean and p05": lambda a: pair(
-        at_end(a, "accept"), at_end(a, "accept_p05")),
-    "held-out acceptance, mean and p05": lambda a: pair(
-        results(a, "eval_accept").values(), results(a, "eval_accept_p05").values()),
+    "acceptance, mean and p05": lambda arm: pair(
+        at_end(arm, "accept"), at_end(arm, "accept_p05")),
+    "held-out acceptance, mean and p05": lambda arm: pair(
+        results(arm, "eval_accept").values(), results(arm, "eval_accept_p05").values()),
     # 0 where it is not computed
-    "KL": lambda a: mean_of(at_end(a, "kl"), small) if any(at_end(a, "kl")) else "",
-    "entropy": lambda a: mean_of(at_end(a, "entropy"), "{:.2f}".format),
-    "response length": lambda a: mean_of(at_end(a, "length"), "{:.1f}".format),
-    "largest lr": lambda a: re.sub("e-0*", "e-", largest(a, "lr", "{:g}")),
+    "KL": lambda arm: mean_of(at_end(arm, "kl"), lambda kl: small(kl) if kl else ""),
+    "entropy": lambda arm: mean_of(at_end(arm, "entropy"), "{:.2f}".format),
+    "response length": lambda arm: mean_of(at_end(arm, "length"), "{:.1f}".format),
+    "largest lr": lambda arm: re.sub("e-0*", "e-", largest(arm, "lr", "{:g}")),
     "KV kept": kv_text,
-    "minutes": lambda a: f"{fmean(map(sum, series(a, 'seconds'))) / 60:.1f}",
-    "peak GB": lambda a: largest(a, "peak_gb", "{:.1f}"),}
+    "minutes": lambda arm: f"{fmean(map(sum, series(arm, 'seconds'))) / 60:.1f}",
+    "peak GB": lambda arm: largest(arm, "peak_gb", "{:.1f}")}
 
 
 def comparisons_table(arms, named):
     """The comparisons that were named, over the seeds that both arms have, p-values of t adjusted
     for the number of those that are tested."""
-    pairs, differences = comparisons(named, arms), []  # a {seed: difference} for each
-    for one, other, cache, _ in pairs:
-        x, y = (results(arms[name], CACHES[cache]) for name in (one, other))
-        both = sorted(x.keys() & y.keys())
-        differences.append({seed: x[seed] - y[seed] for seed in both})
-    tested = [i for i, (*_, margin) in enumerate(pairs) if margin is None]
-    ps = [p_value([*differences[i].values()]) for i in tested]
-    adjusted, rows = dict(zip(tested, zip(ps, holm(ps)))), []
-    for i, ((one, other, cache, margin), d) in enumerate(zip(pairs, differences)):
-        name, values = f"{one} - {other}, {cache}", [*d.values()]
-        if margin is not None:
-            name += f" > {margin:g}"
-        each = " ".join(f"{seed}: {x:+.3f}" for seed, x in d.items())
-        row = [name, str(len(d)), "", each]
-        if len(d) > 1:
+    rows, tested = [], []  # tested: (a row, its differences)
+    for one, other, cache, margin in comparisons(named, arms):
+        mine, theirs = (results(arms[name], CACHES[cache]) for name in (one, other))
+        both = sorted(mine.keys() & theirs.keys())
+        values = [mine[seed] - theirs[seed] for seed in both]
+        each = " ".join(f"{seed}: {x:+.3f}" for seed, x in zip(both, values))
+        beyond = "" if margin is None else f" > {margin:g}"
+        row = [f"{one} - {other}, {cache}{beyond}", str(len(both)), "", each]
+        rows.append(row)
+        if len(both) > 1:
             mean, half = interval(values)
             row[2] = f"{mean:+.3f} [{mean - half:+.3f}, {mean + half:+.3f}]"
-            if margin is None:
-                row += map(shown_p, adjusted[i])
-                row += [shown_p(signed_rank_p(values)) if len(d) <= RANKED else ""]
-            else:
-                row += ["", "", "", verdict(mean - half, margin)]
-        rows.append(row)
-    when = "named before the first run"
-    if named["begun"]:
-        when = f"named after {named['begun']} runs had begun"
-    title = f"**Comparisons**, {when}: difference of held-out rewards, paired by seed"
+        if margin is None:
+            tested.append((row, values))
+        elif len(both) > 1:
+            row += ["", "", "", verdict(mean - half, margin)]
+    ps = [p_value(values) for _, values in tested]
+    for (row, values), p, adjusted in zip(tested, ps, holm(ps)):
+        if len(values) > 1:
+            ranks = shown_p(signed_rank_p(values)) if len(values) <= RANKED else ""
+            row += [shown_p(p), shown_p(adjusted), ranks]
+    begun = named["begun"]
+    when = f"after {begun} runs had begun" if begun else "before the first run"
+    title = (f"**Comparisons**, named {when}: difference of held-out rewards, "
+             "paired by seed")
     columns = ["comparison", "seeds", "mean", "each seed", "p", "p, Holm",
                "p, ranks (no Holm)", "margin"]
     return markdown(title, columns, rows)
 
 
 def verdict(low, margin):
-    if low > margin:
-        return f"lower bound {low:.3f} is above {margin:g}: holds"
-    return f"lower bound {low:.3f} is not above {margin:g}: not shown"
+    holds = "above {:g}: holds" if low > margin else "not above {:g}: not shown"
+    return f"lower bound {low:.3f} is {holds.format(margin)}"
 
 
 def shown_p(p):
@@ -656,41 +614,41 @@ def table(arms, named=None, every=None):
     if named:
         parts.append(comparisons_table(every, named))
     parts += [health(arms), NOTE + "\n"]
-    missing = [f"{name} seed {seed}" for name, a in arms.items()
-               for seed in a["seeds"] if seed not in a["logs"]]
+    missing = [f"{name} seed {seed}" for name, arm in arms.items()
+               for seed in arm["seeds"] if seed not in arm["logs"]]
     if missing:
-        missing = printable(", ".join(missing))
-        parts.append(f"**Not finished, and counted nowhere: {missing}.**\n")
+        parts.append("**Not finished, and counted nowhere: "
+                     f"{printable(', '.join(missing))}.**\n")
     return "\n".join(parts)
 
 
 def run_missing(options, texts, common, named):
     """Run what is not there yet. named: comparisons. -> how many runs did not finish"""
-    out = options.out
-    seeds = range(options.first, options.first + options.seeds)
-    arms, configs = request(texts, common, seeds)
+    out, first = options.out, options.first
+    arms, configs = request(texts, common, range(first, first + options.seeds))
     if named:
-        comparisons(named, recorded(out) | arms)  # raises ValueError
-    make_folder(out)
+        comparisons(named, logs.recorded(out) | arms)  # raises ValueError
+    configurator.make_folder(out)
     hold(out)
     todo = []
-    for seed in seeds:  # seed by seed: after a round every arm has one to show
-        for name, a in arms.items():
-            path = os.path.join(out, folder(name), str(seed))
+    # seed by seed: after a round every arm has one to show
+    for seed in range(first, first + options.seeds):
+        for name, arm in arms.items():
+            path = os.path.join(out, logs.folder(name), str(seed))
             check_unused(path)
             need = decide(path, configs[name])
+            args = [*shlex.split(arm["args"]), f"--seed={seed}", f"--out_dir={path}"]
+            run = SimpleNamespace(name=f"{name} seed {seed}", path=path,
+                                  args=[*args, need], steps=arm["steps"])
             if need:
-                args = [*shlex.split(a["args"]), f"--seed={seed}", f"--out_dir={path}"]
-                todo.append(SimpleNamespace(name=f"{name} seed {seed}", path=path,
-                                            args=[*args, need], steps=a["steps"]))
+                todo.append(run)
             elif options.lean:
-                strip(f"{name} seed {seed}", path)
+                strip(run.name, path)
     for path in filter(None, [options.keep, *(run.path for run in todo)]):
-        make_folder(path)
-    remember(out, arms, named)
-    runs = len(arms) * len(seeds)
+        configurator.make_folder(path)
+    logs.remember(out, arms, named)
     tell(f"{len(arms)} arms x {options.seeds} seeds: {len(todo)} runs to do, "
-         f"{runs - len(todo)} done before")
+         f"{len(arms) * options.seeds - len(todo)} done before")
     return run_all(todo, options.jobs, options.threads, lean=options.lean)
 
 
@@ -703,22 +661,21 @@ def main(argv):
         options.out = os.path.normpath(options.out)
         names = [parse_arm(text)[0] if ".py" in text else text for text in texts]
         if options.compare:
-            parse_compare(options.compare)
+            logs.parse_compare(options.compare)
         named = name_comparisons(options.out, options.compare)
         if named and options.keep:
             name_comparisons(options.keep, named["compare"])
         if not options.table:
             failed = run_missing(options, texts, common, named=named)
-        every = None
+        every = logs.load(options.out) if named else None
         if named:
-            every = load(options.out)
             comparisons(named, every)  # raises ValueError
-        arms = load(options.out, names)
+        arms = logs.load(options.out, names)
         text = table(arms, named, every=every)
         tell(text)
         write_text(os.path.join(options.out, "table.md"), text)
         if options.keep:
-            keep(options.keep, arms, named)
+            logs.keep(options.keep, arms, named)
         figure(arms, os.path.join(options.out, "ablate.png"))
     raise SystemExit(bool(failed))
 

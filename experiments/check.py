@@ -51,36 +51,34 @@ def generator(seed):
     return torch.Generator().manual_seed(seed)
 
 
-def shown(x):
+def shown(value):
     """A value in a message: short, on one line."""
-    if torch.is_tensor(x):
-        x = x.tolist()
-    if isinstance(x, float):
-        return f"{x:.6g}"
-    text = repr(x).replace("\n", " ")
-    if isinstance(x, list):
-        text = "[" + ", ".join(map(shown, x)) + "]"
-    if len(text) > 90:
-        text = text[:60] + " ... " + text[-25:]
-    return text
+    if torch.is_tensor(value):
+        value = value.tolist()
+    if isinstance(value, float):
+        return f"{value:.6g}"
+    text = repr(value).replace("\n", " ")
+    if isinstance(value, list):
+        text = f"[{', '.join(map(shown, value))}]"
+    return text if len(text) <= 90 else f"{text[:60]} ... {text[-25:]}"
 
 
-def number(x, call):
+def number(value, call):
     """x as a float; Wrong if it is no number."""
     try:
-        return float(x)
+        return float(value)
     except (TypeError, ValueError, RuntimeError):  # the last: several numbers
-        raise Wrong(f"{call} must be a number, got {shown(x)}") from None
+        raise Wrong(f"{call} must be a number, got {shown(value)}") from None
 
 
-def finite_tensor(x, shape, call):
+def finite_tensor(tensor, shape, call):
     """x as fp64, if it is a tensor of this shape and of finite numbers; else it is wrong."""
-    got = tuple(x.shape) if torch.is_tensor(x) else type(x).__name__
+    got = tuple(tensor.shape) if torch.is_tensor(tensor) else type(tensor).__name__
     if got != tuple(shape):
         raise Wrong(f"{call} must be a tensor of shape {tuple(shape)}, got {got}")
-    if not x.isfinite().all():
+    if not tensor.isfinite().all():
         raise Wrong(f"{call} holds NaN or inf")
-    return x.double()
+    return tensor.double()
 
 
 def same(got, want, call, rtol=1e-5):
@@ -115,17 +113,18 @@ def as_method(score, name="mine"):
 def held_out(n, tokens):
     """n kv problems of so many tokens."""
     encode = embedded()[2]
-    return [problem("kv", "eval", seed=0, index=i, tokens=tokens, encode=encode)
-            for i in range(n)]
+    return [problem("kv", "eval", seed=0, index=index, tokens=tokens, encode=encode)
+            for index in range(n)]
 
 
 def replayed(score):
     """The rollout of a scorer that evicts prompt and response keys; its gap must be rounding."""
     net, _, encode = embedded()
-    ids = [encode(p.text) for p in held_out(2, 80)]
+    ids = [encode(task.text) for task in held_out(2, 80)]
     with as_method(score) as name:
-        e = Eviction(name, budget=24, window=8, sinks=2, response_budget=9, period=4)
-        rollout = generate(net, ids, group=2, max_new_tokens=18, eviction=e)
+        eviction = Eviction(name, budget=24, window=8, sinks=2, response_budget=9,
+                            period=4)
+        rollout = generate(net, ids, group=2, max_new_tokens=18, eviction=eviction)
     with torch.no_grad():
         logp = replay(net, rollout, ("shadow",))["shadow"]
     gap = (logp - rollout.logp_roll).abs().max()
@@ -138,14 +137,15 @@ def replayed(score):
 def answered(score, n=32):
     """How many of n held-out kv problems the checkpoint answers with 48 of 184 keys kept."""
     net, tok, encode = embedded()
-    ps = held_out(n, 192)
+    tasks = held_out(n, 192)
+    ids = [encode(task.text) for task in tasks]
     with as_method(score) as name:
-        e = Eviction(name, budget=48, window=16, sinks=2)
-        r = generate(net, [encode(p.text) for p in ps], group=1, max_new_tokens=5,
-                     temperature=0, eviction=e, stop_ids=tok.stop_ids)
-    count = (r.lengths - r.stopped.long())[:, 0].tolist()
-    texts = [tok.decode(ids[:c]) for ids, c in zip(r.tokens[:, 0].tolist(), count)]
-    return sum(reward(p, text) for p, text in zip(ps, texts))
+        eviction = Eviction(name, budget=48, window=16, sinks=2)
+        rollout = generate(net, ids, group=1, max_new_tokens=5, temperature=0,
+                           eviction=eviction, stop_ids=tok.stop_ids)
+    lengths = (rollout.lengths - rollout.stopped.long())[:, 0].tolist()
+    said = zip(tasks, rollout.tokens[:, 0].tolist(), lengths)
+    return sum(reward(task, tok.decode(tokens[:n])) for task, tokens, n in said)
 
 
 def random_log(seed, B=2, G=3, R=6, L=2, nkv=2):
@@ -172,40 +172,40 @@ def random_log(seed, B=2, G=3, R=6, L=2, nkv=2):
 def copies(seed):
     """Of each shadow copy, layer and KV head of a random log: the log, the indices, the copy's rows
     (P + n - 1,) in the packed row, and all that the packed row sees (N, N)."""
-    r = random_log(seed)
-    packed = pack(r, ("shadow",))
+    log = random_log(seed)
+    packed = pack(log, ("shadow",))
     rows = packed.rows["shadow"]
-    B, G = r.lengths.shape
+    B, G = log.lengths.shape
     for layer, until in enumerate(packed.until):
         seen = visible(until)                                   # (nkv, N, N)
         for head, b, g in itertools.product(range(len(until)), range(B), range(G)):
             last = int(rows[b, g, 0])  # the prompt's last row
-            prompt = torch.arange(last + 1 - len(r.prompts[b]), last + 1)
-            own = rows[b, g, 1:int(r.lengths[b, g])]  # of token t: it predicts t + 1
-            yield r, (layer, head, b, g), torch.cat((prompt, own)), seen[head]
+            prompt = torch.arange(last + 1 - len(log.prompts[b]), last + 1)
+            own = rows[b, g, 1:int(log.lengths[b, g])]  # of token t: it predicts t + 1
+            yield log, (layer, head, b, g), torch.cat((prompt, own)), seen[head]
 
 
 # 1. an eviction method
 
 def key_norm(seeds, keynorm):
-    e = Eviction("snapkv", budget=6, window=3, sinks=1)
+    eviction = Eviction("snapkv", budget=6, window=3, sinks=1)
     for seed in seeds:
         rng = generator(seed)
         n, nkv, nh, hs = 12, 2, 4, 8
         norm = torch.stack([torch.randperm(n, generator=rng) + 1.0 for _ in range(nkv)])
         k = torch.randn(n, nkv, hs, generator=rng)
         k = torch.nn.functional.normalize(k, dim=-1) * norm.t()[..., None]
-        q = torch.randn(e.window, nh, hs, generator=rng)        # (W, nh, hs)
-        score = finite_tensor(keynorm(q, k, e), (nkv, n), "keynorm(q, k, e)")
+        q = torch.randn(eviction.window, nh, hs, generator=rng)        # (W, nh, hs)
+        score = finite_tensor(keynorm(q, k, eviction), (nkv, n), "keynorm(q, k, e)")
         for head in range(nkv):
             got = score[head].argsort(descending=True).tolist()
             want = norm[head].argsort().tolist()
             if got != want:
                 norms = shown(norm[head].int())
-                raise Wrong(f"KV head {head}, keys of the norms {norms}: the keys "
-                            f"should be kept in the order {want}, your scores say {got}")
-    kept = replayed(keynorm).kept
-    if all(torch.equal(a, b) for a, b in zip(kept, replayed(EVICT["snapkv"]).kept)):
+                raise Wrong(f"KV head {head}, keys of the norms {norms}: these should "
+                            f"be kept in the order {want}, your scores say {got}")
+    kept = zip(replayed(keynorm).kept, replayed(EVICT["snapkv"]).kept)
+    if all(torch.equal(mine, theirs) for mine, theirs in kept):
         raise Wrong("in a rollout it keeps what snapkv keeps")
 
 
@@ -213,9 +213,9 @@ def key_norm(seeds, keynorm):
 
 def first_token(seeds, sees):
     for seed in seeds:
-        for r, (layer, head, b, g), rows, seen in copies(seed):
-            P, kept = len(r.prompts[b]), r.kept[b][layer][head]
-            for t in range(int(r.lengths[b, g])):
+        for log, (layer, head, b, g), rows, seen in copies(seed):
+            P, kept = len(log.prompts[b]), log.kept[b][layer][head]
+            for t in range(int(log.lengths[b, g])):
                 want = seen[rows[P - 1 + t], rows[:P]].nonzero()[:, 0].tolist()
                 call = f"sees(t={t}, kept={kept.tolist()}, P={P})"
                 got = sees(t, kept.clone(), P)
@@ -284,14 +284,14 @@ def reduction(seeds, reduce, heavier):
         loss = torch.randn(2, 3, 9, generator=rng)
         scale = token_scale(mask, "constant")
         for past in (0.0, 5.0, math.nan, math.inf):
-            x = loss.masked_fill(~mask, past).requires_grad_()
+            filled = loss.masked_fill(~mask, past).requires_grad_()
             call = f"reduce(loss, mask) with {past:g} past the mask"
-            got = reduce(x, mask.clone())
+            got = reduce(filled, mask.clone())
             same(got, (scale * loss).sum(), call)
             if not got.requires_grad:
                 raise Wrong(f"{call} has no gradient: it must stay a tensor that "
                             "depends on loss")
-            grad, = torch.autograd.grad(got, x, allow_unused=True)
+            grad, = torch.autograd.grad(got, filled, allow_unused=True)
             same(grad, scale, f"the gradient of {call}")
         short, long = torch.randint(3, 50, (2,), generator=rng).tolist()
         for (a, b), norm in itertools.product(((10, 100), (short, long)), NORMS):
@@ -368,23 +368,23 @@ def remembers():
 
 def scorers():
     """(scorer, is it honest?, what it does), anew for each check"""
-    for name in ("snapkv", "rkv", "h2o", "recent"):
-        yield EVICT[name], True, f"{name} of kvcache.py"
-    yield EVICT["random"], True, "random of kvcache.py, which torch.manual_seed repeats"
-    yield key_length, True, "one that scores keys by their norm"
-    yield last_query, True, "TOVA, what the last query attends to"
-    yield largest_vote, True, "one that takes the largest vote of any query"
-    yield (all_of_the_window, False,
-           "one whose queries see later keys of the window, pooled")
-    yield one_key_too_many, False, "one whose queries see the key that follows them"
-    yield by_the_clock, False, "one that reads the clock"
-    yield python_random, False, "one that draws from Python's random without a seed"
-    yield own_generator(), False, "one that draws from a generator of its own"
-    for turn, name in ((2, "second"), (10, "tenth")):
-        what = f"one that turns its scores round from its {name} call on"
-        yield counts(turn), False, what
-    what = "one that adds the scores of the call before, if of the same shape"
-    yield remembers(), False, what
+    ours = [(EVICT[name], True, f"{name} of kvcache.py")
+            for name in ("snapkv", "rkv", "h2o", "recent")]
+    turned = "one that turns its scores round from its {} call on".format
+    return [
+        *ours,
+        (EVICT["random"], True, "random of kvcache.py: torch.manual_seed repeats it"),
+        (key_length, True, "one that scores keys by their norm"),
+        (last_query, True, "TOVA, what the last query attends to"),
+        (largest_vote, True, "one that takes the largest vote of any query"),
+        (all_of_the_window, False, "one whose queries see the whole window, pooled"),
+        (one_key_too_many, False, "one whose queries see the key that follows them"),
+        (by_the_clock, False, "one that reads the clock"),
+        (python_random, False, "one that draws from Python's random without a seed"),
+        (own_generator(), False, "one that draws from a generator of its own"),
+        (counts(2), False, turned("second")),
+        (counts(10), False, turned("tenth")),
+        (remembers(), False, "one that adds the scores of the call before")]
 
 
 def honesty(seeds, useless, honest):
@@ -393,7 +393,7 @@ def honesty(seeds, useless, honest):
     if right > 3:
         raise Wrong(f"with useless the embedded checkpoint still answers {right:.0f} "
                     "of 32 kv problems with 48 of 184 keys: at most 3 were asked for")
-    cases = list(scorers())
+    cases = scorers()
     random.Random(seeds[-1]).shuffle(cases)
     for method, is_honest, what in cases:
         def score(q, k, e, elsewhere=None):  # one name for all
@@ -411,61 +411,64 @@ def contains(text, answer):
     return answer in text
 
 
-def tricks(p, other):
-    """(text, what it is) of texts that are not p's answer, "coin 4768". other: another code"""
-    key, code = p.answer.rsplit(" ", 1)
-    pairs = re.findall(r"The code for (\w+) is (\d{4})\.", p.text)
-    yield " ".join(f"{a} {b}" for a, b in pairs), "all pairs"
-    yield p.text, "the prompt"
-    yield f"{key} " + " ".join(map(str, range(1000, 10000))), "all codes there are"
-    yield f"{key} {other} {key} {code}", "a wrong pair, then the right one"
-    yield f"{key} {code} {key} {other}", "the right pair, then a wrong one"
-    yield f"{key} {code} or {other}", "two codes"
-    yield f"{key} {code} {key} {code}", "the pair twice"
-    yield f"{key} {other}", "another code"
-    yield f"{code}", "the code without its word"
-    yield f"{code} {key}", "the code before its word"
-    yield f"{key}{code}", "no space"
-    yield f"{key} {code}0", "a digit too many"
-    yield f"{key} 0{code}", "a zero in front"
-    yield f"{key} {code[:3]}", "a digit too few"
-    yield f"{key} -{code}", "a sign"
-    yield f"{key} {code}.0", "a decimal"
-    yield f"{key} {code[0]},{code[1:]}", "a comma for thousands"
-    yield f"{key} {' '.join(code)}", "digits apart"
-    yield f"{key} " + "".join(chr(0xff10 + int(d)) for d in code), "full-width digits"
-    yield f"{key} " + "".join(chr(0x660 + int(d)) for d in code), "Arabic-Indic digits"
-    yield f"{key} {code[:2]}\u200b{code[2:]}", "a space of no width among the digits"
-    yield f"not {key} {code}", "a denial"
-    yield f"The code for {key} is {code}.", "a sentence"
-    yield f"<think>{key} {code}</think>", "a thought"
-    yield rf"{key} \d{{4}}", "a pattern"
-    yield f"{key} {code}.", "a full stop"
-    yield f"{key} {code}".upper(), "capitals"
-    yield f"**{key} {code}**", "bold type"
-    yield f"Answer: {key} {code}", "an announcement"
-    yield "", "nothing"
+TRICKS = {  # texts that are not the answer "coin 4768", and what they are
+    "all pairs": "{pairs}", "the prompt": "{prompt}",
+    "all codes there are": "{key} {codes}",
+    "a wrong pair, then the right one": "{key} {other} {key} {code}",
+    "the right pair, then a wrong one": "{key} {code} {key} {other}",
+    "two codes": "{key} {code} or {other}",
+    "the pair twice": "{key} {code} {key} {code}", "another code": "{key} {other}",
+    "the code without its word": "{code}", "the code before its word": "{code} {key}",
+    "no space": "{key}{code}", "a digit too many": "{key} {code}0",
+    "a zero in front": "{key} 0{code}",
+    "a digit too few": "{key} {code[0]}{code[1]}{code[2]}", "a sign": "{key} -{code}",
+    "a decimal": "{key} {code}.0",
+    "a comma for thousands": "{key} {code[0]},{code[1]}{code[2]}{code[3]}",
+    "digits apart": "{key} {code[0]} {code[1]} {code[2]} {code[3]}",
+    "full-width digits": "{key} {wide}", "Arabic-Indic digits": "{key} {arabic}",
+    "a space of no width among the digits": "{key} {split}",
+    "a denial": "not {key} {code}", "a sentence": "The code for {key} is {code}.",
+    "a thought": "<think>{key} {code}</think>", "a pattern": r"{key} \d{{4}}",
+    "a full stop": "{key} {code}.", "capitals": "{capitals}",
+    "bold type": "**{key} {code}**", "an announcement": "Answer: {key} {code}",
+    "nothing": ""}
+
+
+def tricks(task, other):
+    """(text, what it is) of TRICKS for the answer of a task. other: another code"""
+    key, code = task.answer.rsplit(" ", 1)
+    pairs = re.findall(r"The code for (\w+) is (\d{4})\.", task.text)
+
+    def digits_from(zero):
+        return "".join(chr(zero + int(digit)) for digit in code)
+
+    parts = dict(key=key, code=code, other=other, prompt=task.text,
+                 pairs=" ".join(map(" ".join, pairs)),
+                 codes=" ".join(map(str, range(1000, 10000))),
+                 wide=digits_from(0xff10), arabic=digits_from(0x660),
+                 capitals=f"{key} {code}".upper(), split=f"{code[:2]}\u200b{code[2:]}")
+    return [(text.format(**parts), what) for what, text in TRICKS.items()]
 
 
 def gamed(seeds, exploit, rule):
     for seed, tokens in itertools.product(seeds, (60, 200, 800)):
-        # words are tokens here
-        p = problem("kv", "train", seed=seed, index=0, tokens=tokens, encode=str.split)
-        text = exploit(p.text)
-        if not isinstance(text, str) or not contains(text, p.answer):
-            raise Wrong(f"exploit(prompt) earns nothing where {p.answer!r} is the "
+        task = problem("kv", "train", seed=seed, index=0, tokens=tokens,
+                       encode=str.split)  # words are tokens here
+        text = exploit(task.text)
+        if not isinstance(text, str) or not contains(text, task.answer):
+            raise Wrong(f"exploit(prompt) earns nothing where {task.answer!r} is the "
                         f"answer: it gives {shown(text)}")
-        for good in (p.answer, f" {p.answer}", f"{p.answer}\n"):
-            if not rule(good, p.answer):
-                raise Wrong(f"rule({good!r}, {p.answer!r}) refuses the answer")
-        other = str(1000 + (int(p.answer[-4:]) + 1234) % 9000)
-        bad = list(tricks(p, other))
-        if in_form(text.strip(), p.answer) != 1:  # a program may know the answer
+        for good in (task.answer, f" {task.answer}", f"{task.answer}\n"):
+            if not rule(good, task.answer):
+                raise Wrong(f"rule({good!r}, {task.answer!r}) refuses the answer")
+        other = str(1000 + (int(task.answer[-4:]) + 1234) % 9000)
+        bad = list(tricks(task, other))
+        if in_form(text.strip(), task.answer) != 1:  # a program may know the answer
             bad.append((text, "what your exploit says"))
         for text, what in bad:
-            if rule(text, p.answer):
-                raise Wrong(
-                    f"rule({shown(text)}, {p.answer!r}) accepts a trick: {what}")
+            if rule(text, task.answer):
+                call = f"rule({shown(text)}, {task.answer!r})"
+                raise Wrong(f"{call} accepts a trick: {what}")
 
 
 # 7. distillation the other way round
@@ -485,13 +488,11 @@ def reverse_kl(seeds, reverse):
         got = reverse(dense, shadow)
         same(got, kl.detach(), call)
         if not got.requires_grad:
-            raise Wrong(
-                f"{call} has no gradient: the shadow policy cannot learn from it")
+            raise Wrong(f"{call} has no gradient: shadow cannot learn from it")
         grads = torch.autograd.grad((weight * got).sum(), (dense, shadow),
                                     allow_unused=True)
         if grads[0] is not None and grads[0].any():
-            raise Wrong(
-                f"{call} sends a gradient to dense_logits, which should be held fixed")
+            raise Wrong(f"{call} sends a gradient to dense_logits, which stay fixed")
         same(grads[1], want, "the gradient to shadow_logits", rtol=1e-4)
 
 
@@ -499,9 +500,10 @@ def reverse_kl(seeds, reverse):
 
 def lifetimes(seeds, matrix):
     for seed in seeds:
-        for r, (layer, head, b, g), rows, seen in copies(seed):
-            P, n, kept = len(r.prompts[b]), int(r.lengths[b, g]), r.kept[b][layer][head]
-            until = r.until[layer, head, b, g].clone()          # (R,)
+        for log, (layer, head, b, g), rows, seen in copies(seed):
+            P, n = len(log.prompts[b]), int(log.lengths[b, g])
+            kept = log.kept[b][layer][head]
+            until = log.until[layer, head, b, g].clone()          # (R,)
             got = matrix(kept.clone(), until, P, n)
             with suppress(TypeError, ValueError, RuntimeError):  # then it is no matrix
                 got = torch.as_tensor(got)

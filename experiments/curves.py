@@ -26,16 +26,8 @@ from statistics import fmean
 
 import numpy as np
 
-from experiments.logs import (
-    CACHES,
-    LAST,
-    MANY_SEEDS,
-    load,
-    over_seeds,
-    results,
-    series,
-    smooth,
-)
+from experiments import logs
+from experiments.logs import CACHES, LAST, MANY_SEEDS, over_seeds, results, series
 from experiments.ttest import interval
 from support.checkpoint import write_whole
 from support.configurator import Arguments, make_folder
@@ -47,7 +39,8 @@ STYLES = ["-", (0, (5, 1.5)), (0, (5, 1.5, 1, 1.5)), (0, (1, 1.2))]
 RED, GREEN, BLUE, PINK, ORANGE, SKY, BLACK, GREY = COLOURS
 SOLID, DASHED, DASH_DOT, DOTTED = STYLES
 # of each method; what learns alike has one colour, PPO and DPO a dash of their own
-LOOKS = dict(dense=(BLACK, DASHED), naive=(RED, SOLID), shadow=(GREEN, DASHED),
+LOOKS = dict(
+    dense=(BLACK, DASHED), naive=(RED, SOLID), shadow=(GREEN, DASHED),
     smd=(BLUE, SOLID), tis=(PINK, DASH_DOT), mis=(ORANGE, SOLID),
     sparse_rl=(GREY, DASHED), bypass=(SKY, DASHED), anchor=(GREEN, DOTTED),
     smd_reverse=(BLUE, DASHED), ppo=(BLUE, DASH_DOT), ppo_naive=(RED, DASH_DOT),
@@ -156,7 +149,7 @@ def looks(names):
 def by_method(arms):
     """The arms that have a run that ended, named by their methods alone if these tell them
     apart."""
-    arms = {name: a for name, a in arms.items() if a["logs"]}
+    arms = {name: arm for name, arm in arms.items() if arm["logs"]}
     methods = [*map(method, arms)]
     return arms if len({*methods}) < len(methods) else dict(zip(methods, arms.values()))
 
@@ -241,11 +234,11 @@ def beside(ax, ends):
 
 # panels, by step
 
-def curve(ax, arms, key, f=list, positive=False, middle=fmean):
+def curve(ax, arms, key, change=list, positive=False, middle=fmean):
     """A line for each arm: key, changed by f, the middle of seeds. -> ends for `label`"""
     ends = []
     for name, style in looks(arms).items():
-        steps, values = over_seeds(arms[name], key, f)
+        steps, values = over_seeds(arms[name], key, change)
         points = [(step, y) for step, y in zip(steps, map(middle, values))
                   if y > 0 or not positive]
         if points:
@@ -257,14 +250,14 @@ def curve(ax, arms, key, f=list, positive=False, middle=fmean):
 def spread_of(ax, arms, key, many=MANY_SEEDS):
     """Around the lines of `curve` each seed, or of many seeds the interval of their mean. -> what
     was drawn"""
-    seeds = max(len(a["logs"]) for a in arms.values())
+    seeds = max(len(arm["logs"]) for arm in arms.values())
     faint = 0.5 if len(arms) < 6 else 0.25
     for name, style in looks(arms).items():
-        a, colour = arms[name], style["color"]
-        steps, values = over_seeds(a, key)
+        arm, colour = arms[name], style["color"]
+        steps, values = over_seeds(arm, key)
         if seeds < many:
             ax.plot(steps, values, color=colour, lw=0.6, alpha=faint, zorder=1.5)
-        elif len(a["logs"]) > 1:
+        elif len(arm["logs"]) > 1:
             low, high = zip(*[(mean - half, mean + half)
                               for mean, half in map(interval, values)])
             ax.fill_between(steps, low, high, color=colour, lw=0, alpha=0.12)
@@ -275,8 +268,8 @@ def spread_of(ax, arms, key, many=MANY_SEEDS):
 
 def reward_limits(arms, keys):
     """Lowest and highest of an axis that shows all rewards; they may lie outside of 0 .. 1."""
-    rewards = [x for key in keys for a in arms.values()
-               for values in series(a, key) for x in values] or [1]
+    rewards = [reward for key in keys for arm in arms.values()
+               for values in series(arm, key) for reward in values] or [1]
     lowest, highest = min(rewards), max(rewards)
     top = 1.1 * highest
     if highest <= 1:
@@ -294,7 +287,7 @@ def draw_reward(ax, arms, cache, many=MANY_SEEDS):
 
 
 def draw_gap(ax, arms, last=LAST):
-    averaged = partial(smooth, last=last)
+    averaged = partial(logs.smooth, last=last)
     ends = curve(ax, arms, "gap", averaged, positive=True)  # 0 has no logarithm
     ax.set(ylabel=f"nats, mean of {last} steps", yscale="log",
            title="Gap: mean |log-prob of learner - sampler|")
@@ -308,10 +301,10 @@ def draw_gap(ax, arms, last=LAST):
 
 def draw_acceptance(ax, arms, key):
     """key: accept, logged in every step, or eval_accept"""
-    f, where = list, "of held-out tokens"
+    change, where = list, "of held-out tokens"
     if key == "accept":
-        f, where = smooth, f"mean of {LAST} steps"
-    ends = curve(ax, arms, f"{key}_p05", f)
+        change, where = logs.smooth, f"mean of {LAST} steps"
+    ends = curve(ax, arms, f"{key}_p05", change)
     ax.set(ylabel="overlap of the policies", ylim=(0, 1),
            title=f"Acceptance: 5th percentile {where}")
     return ends
@@ -319,7 +312,7 @@ def draw_acceptance(ax, arms, key):
 
 def figure(arms, path):
     """Rewards under both caches, gap and acceptance by step, as a PNG for a page 900 px wide."""
-    arms = {name: a for name, a in arms.items() if a["logs"]}
+    arms = {name: arm for name, arm in arms.items() if arm["logs"]}
     if not arms:
         tell("no figure: no run has ended", sys.stderr)
     if not arms or not can_draw():
@@ -329,7 +322,7 @@ def figure(arms, path):
                   C=partial(draw_gap, arms=arms))
     # held-out acceptance, where logged, covers arms that replay one policy only
     logged = [key for key in ("eval_accept", "accept")
-              if any(any(series(a, key)) for a in arms.values())]
+              if any(any(series(arm, key)) for arm in arms.values())]
     if logged:
         panels["D"] = partial(draw_acceptance, arms=arms, key=logged[0])
     height = max(6, 0.36 * len(arms))  # inches; labels need room
@@ -339,7 +332,7 @@ def figure(arms, path):
 
 
 def last_step(arms):
-    return max(log[-1]["step"] for a in arms.values() for log in a["logs"].values())
+    return max(log[-1]["step"] for arm in arms.values() for log in arm["logs"].values())
 
 
 def by_step(steps):
@@ -366,7 +359,7 @@ def draw_curves(arms, path):
 def at_start(arms, cache):
     """Mean reward before training."""
     return fmean(log[0][CACHES[cache]]
-                 for a in arms.values() for log in a["logs"].values())
+                 for arm in arms.values() for log in arm["logs"].values())
 
 
 def draw_both(ax, arms):
@@ -437,32 +430,32 @@ def draw_bases(bases, path):
 
 
 def ended_arms(folder, names=()):
-    arms = by_method(load(folder, names))
+    arms = by_method(logs.load(folder, names))
     if not arms:
         raise ValueError(f"no run has ended in {folder!r}")
     return arms
 
 
 def main(argv=None):
-    a = Arguments(prog="curves", description="draw rewards of arms under both caches")
-    a.add_argument("folder", help="logs, as ablate writes or keeps them")
-    a.add_argument("names", nargs="*",
-                   help="arms, else all; with --bases=True: more folders")
-    a.add_argument("--out", default="curves.png", help="a .png")
-    a.add_argument("--dots", default=False, type=bool, help="one reward by the other")
-    a.add_argument("--bases", default=False, type=bool, help="by the base's reward")
-    a = a.parse_args(argv)
+    args = Arguments("curves", "draw rewards of arms under both caches")
+    args.add_argument("folder", help="logs, as ablate writes or keeps them")
+    args.add_argument("names", nargs="*",
+                      help="arms, else all; with --bases=True: more folders")
+    args.add_argument("--out", default="curves.png", help="a .png")
+    args.add_argument("--dots", default=False, type=bool, help="one reward by another")
+    args.add_argument("--bases", default=False, type=bool, help="by the base's reward")
+    args = args.parse_args(argv)
     with one_line_errors(ValueError, OSError):
-        if a.dots and a.bases:
+        if args.dots and args.bases:
             raise ValueError("--dots and --bases are two figures: ask for one")
-        draw = draw_dots if a.dots else draw_curves
-        if a.bases:
-            draw, what = draw_bases, read_bases([a.folder, *a.names])
+        draw = draw_dots if args.dots else draw_curves
+        if args.bases:
+            draw, what = draw_bases, read_bases([args.folder, *args.names])
         else:
-            what = ended_arms(a.folder, a.names)
-        check_out(a.out)
-        draw(what, a.out)
-        tell(f"picture written to {a.out}")
+            what = ended_arms(args.folder, args.names)
+        check_out(args.out)
+        draw(what, args.out)
+        tell(f"picture written to {args.out}")
 
 
 if __name__ == "__main__":

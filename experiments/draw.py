@@ -48,21 +48,25 @@ BUDGET, WINDOW, SINKS = 24, 13, 2
 LAYER, HEAD = 3, 1  # the head whose matrix is drawn
 
 # colours that differ in lightness too, from the palette of Okabe and Ito
-KINDS = {"s": ("#222222", "sink"), "k": (curves.ORANGE, "chosen by votes"),
+KINDS = {
+    "s": ("#222222", "sink"),
+    "k": (curves.ORANGE, "chosen by votes"),
     "w": (curves.SKY, "window (the question)"),
-    ".": ("#D9D9D9", "evicted after the prompt"), "r": (curves.GREEN, "response"),}
+    ".": ("#D9D9D9", "evicted after the prompt"),
+    "r": (curves.GREEN, "response")}
 CODE = curves.RED
 DARK, LIGHT = "#555555", "#888888"
 
 # prompts of four facts and a question: problem, samples and longest response, what is evicted
-EXAMPLES = {"mask": (62, dict(group=2, max_new_tokens=5), Eviction(
+EXAMPLES = {
+    "mask": (62, dict(group=2, max_new_tokens=5), Eviction(
         method="snapkv", budget=BUDGET, window=WINDOW, sinks=SINKS)),
     # one response is long enough to lose keys
     "rows": (12, dict(group=2, max_new_tokens=9, seed=1), Eviction(
         method="h2o", budget=24, window=1, sinks=1, response_budget=2, period=1)),
     # a method that keeps scattered keys
     "tiles": (52, dict(group=8, max_new_tokens=5), Eviction(
-        method="h2o", budget=24, window=1, sinks=1)),}
+        method="h2o", budget=24, window=1, sinks=1))}
 
 
 def load():
@@ -106,11 +110,9 @@ def kinds(kept, P):
 
 def find(ids, part):
     """All positions in ids that belong to an occurrence of part, both lists of token ids."""
-    found = []
-    for start in range(len(ids) - len(part) + 1):
-        if ids[start:start + len(part)] == part:
-            found.extend(range(start, start + len(part)))
-    return found
+    size = len(part)
+    return [j for start in range(len(ids) - size + 1) if ids[start:start + size] == part
+            for j in range(start, start + size)]
 
 
 def code_in(tok, task, ids):
@@ -180,8 +182,8 @@ def print_methods(net, tok):
           "s sink, k kept, w window, . dropped; ^ the code that is asked for")
     for method in EVICT:
         rollout = generate(net, [ids], group=1, max_new_tokens=5, temperature=0.0,
-                           eviction=Eviction(method, budget=BUDGET, window=WINDOW, sinks=SINKS),
-                           stop_ids=tok.stop_ids)
+                           stop_ids=tok.stop_ids, eviction=Eviction(
+                               method, budget=BUDGET, window=WINDOW, sinks=SINKS))
         kept = rollout.kept[0]                                   # (L, nkv, K)
         answer = responses(tok, rollout)[0]
         tell(f"\n{method}: {kept[0].shape[-1]} keys, greedy answer {answer!r}")
@@ -253,15 +255,15 @@ def draw_picture(net, tok, path):
             "in every layer and KV head, each its own choice")
     heading(figure, 0.383, f"Learner: what layer {LAYER}, KV head {HEAD} (framed) sees",
             "a row per query, a column per key, coloured if the query sees the key")
-    said = []
-    for text in responses(tok, rollout):
-        verdict = "right" if reward(task, text) == 1 else "wrong"
-        said.append(f"{text.strip()} ({verdict})")
+    said = [f"{text.strip()} ({'right' if reward(task, text) == 1 else 'wrong'})"
+            for text in responses(tok, rollout)]
     _, shadow, _ = segments(P, lengths)[1 + len(lengths)]  # where shadow copies begin
-    note = ("One long sequence: the prompt once,\nthen each response twice.\n"
+    note = (
+        "One long sequence: the prompt once,\nthen each response twice.\n"
         f"Sample 1: {said[0]}; sample 2: {said[1]}.\n\n"
         "Dense copies see all prompt keys.\nShadow copies see what the sampler saw.\n\n"
-        f"A key is seen in rows before its until:\nevicted ones die at row {shadow}.")
+        f"A key is seen in rows before its until:\nevicted ones die at row {shadow}."
+    )
     write(right, len(until) - 1, 2, note, ha="right", va="top", fontsize=9,
           linespacing=1.4)
     legend(figure, KINDS.values(), ncols=len(KINDS))
@@ -362,11 +364,12 @@ def kept(out):
 # rows: what lives how long
 
 BARS = {  # colour, name
-    "kept": (curves.ORANGE, "prompt key that the sampler keeps"), "evicted": ("#CFCFCF",
+    "kept": (curves.ORANGE, "prompt key that the sampler keeps"),
+    "evicted": ("#CFCFCF",
                 "prompt key that it evicts: dies where the shadow copies begin"),
     "dense": (curves.GREEN, "response key in a dense copy: dies with its copy"),
     "shadow": (curves.BLUE, "response key in a shadow copy: dies with its copy"),
-    "gone": (curves.BLACK, "response key that the sampler evicts: dies at that step"),}
+    "gone": (curves.BLACK, "response key that the sampler evicts: dies at that step")}
 
 
 def bars(rollout, layer, head):
@@ -444,7 +447,8 @@ ORDERS = "keys in row order", "keys sorted by until"
 PAIRS = {  # colour, name
     "f": (curves.BLUE, "seen, in a full tile: no mask"),
     "p": (curves.ORANGE, "seen, in a partial tile: with a mask"),
-    "h": ("#DCDCDC", "not seen, computed and masked"),}
+    "h": ("#DCDCDC", "not seen, computed and masked"),
+}
 ABOVE = {True: ("#A0A0A0", "above: kept prompt key"),
          False: ("black", "above: evicted prompt key")}
 
@@ -564,7 +568,8 @@ def tiles(out):
     head = LAYER * net.config.n_kv_head + HEAD
     small, tuned = (TILE_Q, TILE_K), (kernels.TILE_Q, kernels.TILE_K)
     tile = "tiles of {} x {}".format
-    cases = [(f"{tile(*small)}, layer {LAYER}, KV head {HEAD}", until.tolist(), head),
+    cases = [
+        (f"{tile(*small)}, layer {LAYER}, KV head {HEAD}", until.tolist(), head),
         ("the same of the rollout of mask", other.tolist(), head),
         (f"{tile(*tuned)}, the kernel's; prompt 8192, 8 responses of 256, 1024 keys "
          "kept at random", large.tolist(), 0)]
@@ -586,7 +591,8 @@ def draw_orders(path, rollout, until, orders):
         mine = [part for part in parts if part[0].startswith(policy)]
         sections.append((policy, mine[0][1], mine[-1][2]))
     names, firsts, lasts = zip(*sections)
-    figure, panels = curves.plotter().subplots(1, 2, figsize=(9, 5.4), gridspec_kw=dict(
+    figure, panels = curves.plotter().subplots(
+        1, 2, figsize=(9, 5.4), gridspec_kw=dict(
             left=0.07, right=0.995, bottom=0.12, top=0.87, wspace=0.06))
     for ax, order, (born, grid) in zip(panels, ORDERS, orders):
         draw_tiles(ax, until, born, grid=grid, stay=stay)
@@ -611,13 +617,13 @@ OVERLAP = {"eval_accept": "mean", "eval_accept_p05": "5th percentile"}
 def acceptance(out):
     """Held-out acceptance by step, its mean and its lower tail over tokens."""
     arms = load_logs(ARMS, SHOWN)
-    for name, a in arms.items():
+    for name, arm in arms.items():
         for key, what in OVERLAP.items():
-            tell(f"{name}, {len(a['logs'])} seeds, {what} of tokens, by step: median "
+            tell(f"{name}, {len(arm['logs'])} seeds, {what} of tokens, by step: median "
                  "(lowest to highest seed)")
             tell("  " + ", ".join(
-                f"{step}: {median(x):.3f} ({min(x):.3f} to {max(x):.3f})"
-                for step, x in zip(*over_seeds(a, key))))
+                f"{step}: {median(values):.3f} ({min(values):.3f} to {max(values):.3f})"
+                for step, values in zip(*over_seeds(arm, key))))
     if out is None:
         return
 
@@ -639,18 +645,18 @@ FIGURES = {f.__name__: f for f in (mask, kept, rows, tiles, acceptance)}
 
 
 def main(argv=None):
-    a = Arguments(prog="draw", description="print the numbers of a figure, or draw it")
-    a.add_argument("figure", nargs="?", choices=[*FIGURES], default="mask",
-                   help="what the text at the head of this file lists")
-    a.add_argument("--out", type=os.path.expanduser,
-                   help="a .png to draw to; without it, lines of text")
-    a = a.parse_args(argv)
+    args = Arguments("draw", "print the numbers of a figure, or draw it")
+    args.add_argument("figure", nargs="?", choices=[*FIGURES], default="mask",
+                      help="what the text at the head of this file lists")
+    args.add_argument("--out", type=os.path.expanduser,
+                      help="a .png to draw to; without it, lines of text")
+    args = args.parse_args(argv)
     with one_line_errors(ValueError, OSError):
-        if a.out is not None:
-            curves.check_out(a.out)
-        FIGURES[a.figure](a.out)
-        if a.out is not None:
-            tell(f"picture written to {a.out}")
+        if args.out is not None:
+            curves.check_out(args.out)
+        FIGURES[args.figure](args.out)
+        if args.out is not None:
+            tell(f"picture written to {args.out}")
 
 
 if __name__ == "__main__":

@@ -37,8 +37,10 @@ OPTIONS = {  # default, help
     "raw_text": (False, "prompt without chat template"),
     "control_tokens": (False, "with raw_text: text that spells a control token is one"),
     "device": ("auto", "auto: cuda if there is one; cpu (float32), cuda:N (bfloat16)"),
-    "group": (1, "samples"), "max_new_tokens": (64, "longest response"),
-    "temperature": (0.0, "0: greedy"), "seed": (0, "of the sampling"),
+    "group": (1, "samples"),
+    "max_new_tokens": (64, "longest response"),
+    "temperature": (0.0, "0: greedy"),
+    "seed": (0, "of the sampling"),
     "evict": ("snapkv", "eviction method"),
     "budget": (256, "prompt keys kept per layer and KV head"),
     "spread": ("uniform", "of the budget over layers and KV heads"),
@@ -47,7 +49,7 @@ OPTIONS = {  # default, help
     "pool": (7, "width over which votes are pooled, odd"),
     "pool_by": ("max", "of neighbouring votes"),
     "response_budget": (0, "response keys kept; 0: all"),
-    "period": (128, "steps between evictions of these"),}
+    "period": (128, "steps between evictions of these")}
 CHOICES = dict(evict=list(EVICT), spread=list(SPREAD), pool_by=list(POOL))
 RANGES = dict(group=(1, 10**6), max_new_tokens=(1, 10**9), temperature=(0, 100),
               seed=(0, 2**40))
@@ -59,18 +61,19 @@ OF_A_RUN = ("evict", "budget", "spread", "window", "sinks", "pool", "pool_by",
 def arguments(argv=None):
     """-> namespace; in it of_the_run: what a run's settings were taken for, as text; shots: how
     many examples its prompts began with."""
-    a = Arguments(prog="generate", description="generate under a compressed KV cache")
-    a.add_argument("--prompt", required=True, help="what the user says")
+    parser = Arguments("generate", "generate under a compressed KV cache")
+    parser.add_argument("--prompt", required=True, help="what the user says")
     for key, (default, text) in OPTIONS.items():
         kind = os.path.expanduser if key == "model" else type(default)
-        a.add_argument(f"--{key}", default=default, type=kind, choices=CHOICES.get(key),
-                       help=text)
-    a.set_defaults(shots=0)  # a run's alone
-    asked = a.parse_args(argv)
+        parser.add_argument(f"--{key}", default=default, type=kind, help=text,
+                            choices=CHOICES.get(key))
+    parser.set_defaults(shots=0)  # a run's alone
+    asked = parser.parse_args(argv)
     found = settings_of_run(asked.model, defaults=vars(asked))
-    a.set_defaults(**found)
-    asked = a.parse_args(argv)
-    asked.of_the_run = " ".join(f"--{key}={value}" for key, value in found.items()
+    parser.set_defaults(**found)
+    asked = parser.parse_args(argv)
+    asked.of_the_run = " ".join(
+        f"--{key}={value}" for key, value in found.items()
         if value is not False and value != "" and key != "shots"
         and getattr(asked, key) == value)
     return asked
@@ -86,51 +89,56 @@ def settings_of_run(model, defaults):
             for key, value in read_json(path).items() if key in OF_A_RUN}
 
 
-def asked(a, tok):
+def asked(args, tok):
     """-> the prompt, or messages where there is one of the system. Raises ValueError."""
-    if not a.system:
-        return a.prompt
-    if a.raw_text or not tok.has_chat:
-        why = "raw_text=True uses no" if a.raw_text else "this checkpoint has no"
-        raise ValueError(f"system {shown(a.system)}: {why} chat template, leave it out")
-    return [dict(role="system", content=a.system), dict(role="user", content=a.prompt)]
+    if not args.system:
+        return args.prompt
+    if args.raw_text or not tok.has_chat:
+        why = "raw_text=True uses no" if args.raw_text else "this checkpoint has no"
+        raise ValueError(f"system {shown(args.system)}: {why} chat template, leave it "
+                         "out")
+    return [dict(role="system", content=args.system),
+            dict(role="user", content=args.prompt)]
 
 
-def run(a):
+def run(args):
     """-> lines to print. Raises ValueError and OSError."""
-    check_ranges(a, RANGES)
+    check_ranges(args, RANGES)
     eviction = Eviction(
-        method=a.evict, budget=a.budget, spread=a.spread, window=a.window,
-        sinks=a.sinks, pool=a.pool, pool_by=a.pool_by, period=a.period,
-        response_budget=a.response_budget or None)
-    a.dtype = "float32"
-    choose_device(a)
-    if a.device.startswith("cuda"):
-        a.dtype = "bfloat16"
-    folder = find_checkpoint(a.model)
+        method=args.evict, budget=args.budget, spread=args.spread, window=args.window,
+        sinks=args.sinks, pool=args.pool, pool_by=args.pool_by, period=args.period,
+        response_budget=args.response_budget or None)
+    args.dtype = "float32"
+    choose_device(args)
+    if args.device.startswith("cuda"):
+        args.dtype = "bfloat16"
+    folder = find_checkpoint(args.model)
     tok = Tokenizer(folder)
-    dtype = getattr(torch, a.dtype)
-    net = Transformer.from_pretrained(folder, device=a.device, dtype=dtype)
+    dtype = getattr(torch, args.dtype)
+    net = Transformer.from_pretrained(folder, device=args.device, dtype=dtype)
     net.use_tokens(len(tok), tok.absent)
-    template = parse_object(a.template or "{}", "template")
-    encode = prompt_encoder(tok, template, raw=a.raw_text, control=a.control_tokens)
-    ids = encode(asked(a, tok))
-    if len(ids) + a.max_new_tokens > net.config.max_pos:
+    template = parse_object(args.template or "{}", "template")
+    encode = prompt_encoder(tok, template, raw=args.raw_text,
+                            control=args.control_tokens)
+    ids = encode(asked(args, tok))
+    if len(ids) + args.max_new_tokens > net.config.max_pos:
         raise ValueError(f"a prompt of {len(ids)} tokens and "
-                         f"max_new_tokens={a.max_new_tokens} exceed the model's "
+                         f"max_new_tokens={args.max_new_tokens} exceed the model's "
                          f"context of {net.config.max_pos}")
-    r = generate(net, [ids], a.group, a.max_new_tokens, temperature=a.temperature,
-                 eviction=eviction, stop_ids=tok.stop_ids, seed=a.seed)
-    texts = [tok.decode(tokens[:n])
-             for tokens, n in zip(r.tokens[0].tolist(), r.lengths[0].tolist())]
-    kept = fmean(len(head) for layer in r.kept[0] for head in layer)
-    if a.of_the_run:
-        texts.insert(0, f"[as in the run that saved it: {a.of_the_run}]")
-    if a.shots:
-        texts.insert(0, f"[{a.shots} answered examples stood before each prompt of the "
-                     f"run that saved it (--shots={a.shots}), none stand here]")
+    rollout = generate(net, [ids], args.group, args.max_new_tokens, eviction=eviction,
+                       temperature=args.temperature, stop_ids=tok.stop_ids,
+                       seed=args.seed)
+    responses = zip(rollout.tokens[0].tolist(), rollout.lengths[0].tolist())
+    texts = [tok.decode(tokens[:length]) for tokens, length in responses]
+    kept = fmean(len(head) for layer in rollout.kept[0] for head in layer)
+    if args.of_the_run:
+        texts.insert(0, f"[as in the run that saved it: {args.of_the_run}]")
+    if args.shots:
+        texts.insert(0, f"[{args.shots} answered examples stood before each prompt of "
+                     f"the run that saved it (--shots={args.shots}), none stand here]")
     return [*texts, f"[{len(ids)} prompt tokens, {kept:.5g} kept per layer and KV head "
-            f"({a.evict}); KV bytes {r.kv['kept']:,}, dense {r.kv['dense']:,}]"]
+            f"({args.evict}); KV bytes {rollout.kv['kept']:,}, dense "
+            f"{rollout.kv['dense']:,}]"]
 
 
 def main(argv=None):

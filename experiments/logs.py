@@ -35,10 +35,9 @@ def parse_compare(text):
         match = re.match(
             r"([^/]+)/([^/]+)/(compressed|dense)(?:>(-?\d*\.?\d+))?,", rest)
         if not match or match[1] == match[2]:
-            raise ValueError(
-                f"compare {shown(rest[:-1])}: write ARM/OTHER/compressed or "
-                "ARM/OTHER/dense, for a margin with >NUMBER behind it, several joined by "
-                "commas")
+            raise ValueError(f"compare {shown(rest[:-1])}: write ARM/OTHER/compressed "
+                             "or ARM/OTHER/dense, for a margin with >NUMBER behind it, "
+                             "several joined by commas")
         one, other, cache, margin = match.groups()
         found.append((one, other, cache, float(margin) if margin else None))
         rest = rest[match.end():]
@@ -67,10 +66,10 @@ def read(path):
             before, place = place, (row["step"], "reward" in row)
             if place <= before:
                 raise ValueError(f"step {row['step']} is out of order")
-        except (ValueError, RecursionError) as e:
-            raise ValueError(f"{path}, line {number}: {e}") from None
+        except (ValueError, RecursionError) as error:
+            raise ValueError(f"{path}, line {number}: {error}") from None
         rows.append(row)
-    steps = [r for r in rows if "reward" in r]
+    steps = [row for row in rows if "reward" in row]
     if steps and not all(steps[-1].get(key, 0) > 0 for key in KV):
         raise ValueError(f"{path}: the last step has no {', '.join(KV)} above 0")
     return rows
@@ -82,9 +81,9 @@ def check_row(row):
         raise ValueError("not an object of train.py's log")
     named = [key for key in row if key.startswith(NAMED)]
     for key in (*KEPT[1:], *KV, "peak_gb", "rollout_s", "learn_s", *named):
-        x = row.get(key, 0)
-        if type(x) not in (int, float) or not abs(x) < 1e300:  # nor NaN
-            raise ValueError(f"{key} must be a finite number, got {x!r:.40}")
+        value = row.get(key, 0)
+        if type(value) not in (int, float) or not abs(value) < 1e300:  # nor NaN
+            raise ValueError(f"{key} must be a finite number, got {value!r:.40}")
     step = row.get("step")
     if type(step) is not int or step < 0:
         raise ValueError(f"step must be a whole number from 0, got {step!r:.40}")
@@ -102,7 +101,7 @@ def check_row(row):
 def ended(log, steps=None):
     """Does the log hold every step once, in order, begin with the evaluation before the first
     and end with the one after the last?"""
-    done = [r["step"] for r in log if "reward" in r]
+    done = [row["step"] for row in log if "reward" in row]
     if not done or "reward" in log[0] or "reward" in log[-1]:
         return False
     if done != list(range(log[-1]["step"])):
@@ -122,18 +121,18 @@ NAMED = ("reward_", "eval_compressed_", "eval_dense_")
 def compact(log):
     """What table and figure need of a log, at 6 significant digits. A compact log stays as
     it is."""
-    steps, out = [r for r in log if "reward" in r], []
-    for r in log:
-        row = {k: r[k] for k in KEPT if k in r}
-        row |= {k: x for k, x in r.items() if k.startswith(NAMED)}
-        if "learn_s" in r:
-            row["seconds"] = r["rollout_s"] + r["learn_s"]
-        if r is steps[-1]:
-            row |= {k: x for k, x in r.items() if k.startswith("kv_")}
-            if "peak_gb" in r:  # a resumed run counts its peak anew
-                row["peak_gb"] = max(s.get("peak_gb", 0) for s in steps)
-        out.append({k: float(f"{x:.6g}") if isinstance(x, float) else x
-                    for k, x in row.items()})
+    steps, out = [full for full in log if "reward" in full], []
+    for full in log:
+        row = {key: full[key] for key in KEPT if key in full}
+        row |= {key: value for key, value in full.items() if key.startswith(NAMED)}
+        if "learn_s" in full:
+            row["seconds"] = full["rollout_s"] + full["learn_s"]
+        if full is steps[-1]:
+            row |= {key: value for key, value in full.items() if key.startswith("kv_")}
+            if "peak_gb" in full:  # a resumed run counts its peak anew
+                row["peak_gb"] = max(step.get("peak_gb", 0) for step in steps)
+        out.append({key: float(f"{value:.6g}") if isinstance(value, float) else value
+                    for key, value in row.items()})
     return out
 
 
@@ -142,12 +141,12 @@ def recorded(where):
     file = os.path.join(where, "settings.json")
     arms = read_json(file, {})
     arms.pop(COMPARE, None)
-    for name, a in arms.items():
+    for name, arm in arms.items():
         try:
-            check_shape(a, SETTINGS, "arm")
-        except ValueError as e:
-            raise ValueError(f"{file}: {shown(name)}: {e}") from None
-        a.setdefault("steps", None)
+            check_shape(arm, SETTINGS, "arm")
+        except ValueError as error:
+            raise ValueError(f"{file}: {shown(name)}: {error}") from None
+        arm.setdefault("steps", None)
     return arms
 
 
@@ -160,8 +159,8 @@ def compared(where):
     try:
         parse_compare(entry(named, "compare", str))
         entry(named, "begun", int)
-    except (ValueError, AttributeError) as e:
-        raise ValueError(f"{file}: {COMPARE}: {e}") from None
+    except (ValueError, AttributeError) as error:
+        raise ValueError(f"{file}: {COMPARE}: {error}") from None
     return named
 
 
@@ -169,12 +168,12 @@ def remember(where, arms, named=None):
     """Add arms to where/settings.json, and their seeds to those that it has, and the comparisons
     unless it has some."""
     all_arms, named = recorded(where), compared(where) or named
-    for name, a in arms.items():
-        before = all_arms.get(name, a)["seeds"]
-        all_arms[name] = {**a, "seeds": sorted({*a["seeds"], *before})}
+    for name, arm in arms.items():
+        before = all_arms.get(name, arm)["seeds"]
+        all_arms[name] = {**arm, "seeds": sorted({*arm["seeds"], *before})}
     if named:
         all_arms[COMPARE] = named
-    lines = (f"{json.dumps(name)}: {json.dumps(a)}" for name, a in all_arms.items())
+    lines = (f"{json.dumps(name)}: {json.dumps(arm)}" for name, arm in all_arms.items())
     write_text(os.path.join(where, "settings.json"), "{" + ",\n ".join(lines) + "}\n")
 
 
@@ -186,7 +185,8 @@ def find_logs(where):
              for path in glob.glob(os.path.join(inside, pattern))
              if os.path.isfile(path)]
     number = "(0|[1-9][0-9]*)"
-    for path in sorted(os.path.relpath(p, where).replace(os.sep, "/") for p in paths):
+    for path in sorted(os.path.relpath(path, where) for path in paths):
+        path = path.replace(os.sep, "/")
         match = re.fullmatch(rf"([^/]+)(?:/{number}/log|-{number})\.jsonl", path)
         if match:
             seed = int(match[2] or match[3])
@@ -218,64 +218,64 @@ def load(where, names=()):
             there = ", ".join(arms)
             raise ValueError(f"no arm {name!r} in {where!r}: it holds {there}")
     arms = {name: arms[name] for name in names or arms}
-    for name, a in arms.items():
+    for name, arm in arms.items():
         paths = found.get(folder(name), {})
         logs = {seed: read(path) for seed, path in sorted(paths.items())}
-        a["seeds"] = sorted({*a["seeds"], *logs})
-        a["logs"] = {seed: compact(log) for seed, log in logs.items()
-                     if ended(log, a["steps"])}
+        arm["seeds"] = sorted({*arm["seeds"], *logs})
+        arm["logs"] = {seed: compact(log) for seed, log in logs.items()
+                       if ended(log, arm["steps"])}
     return arms
 
 
 def keep(where, arms, named=None):
     """Write the logs of arms to a folder, compact, and what settings.json says about them."""
     os.makedirs(where, exist_ok=True)
-    for name, a in arms.items():
-        for seed, log in a["logs"].items():
+    for name, arm in arms.items():
+        for seed, log in arm["logs"].items():
             lines = (json.dumps(row, separators=(",", ":")) + "\n" for row in log)
             path = os.path.join(where, f"{folder(name)}-{seed}.jsonl")
             write_text(path, "".join(lines))
-    arms = {name: {k: x for k, x in a.items() if k != "logs"}
-            for name, a in arms.items()}
+    arms = {name: {key: value for key, value in arm.items() if key != "logs"}
+            for name, arm in arms.items()}
     remember(where, arms, named)
 
 
-def series(a, key):
+def series(arm, key):
     """One list per seed: `key` of the rows that have it."""
-    return [[r[key] for r in log if key in r] for log in a["logs"].values()]
+    return [[row[key] for row in log if key in row] for log in arm["logs"].values()]
 
 
-def at_end(a, key):
+def at_end(arm, key):
     """Of each seed that logged key the mean over its last steps."""
-    return [fmean(s[-LAST:]) for s in series(a, key) if s]
+    return [fmean(values[-LAST:]) for values in series(arm, key) if values]
 
 
 def last_two(values):
     return fmean(values[-2:])
 
 
-def results(a, key, of=last_two):
+def results(arm, key, of=last_two):
     """{seed: mean of key over the last two evaluations, or what else `of` makes of all} where it
     was logged. That before the first step is none of them."""
     found = {}
-    for seed, log in a["logs"].items():
-        values = [r[key] for r in log if key in r and r["step"] > 0]
+    for seed, log in arm["logs"].items():
+        values = [row[key] for row in log if key in row and row["step"] > 0]
         if values:
             found[seed] = of(values)
     return found
 
 
-def smooth(s, last=LAST):
+def smooth(values, last=LAST):
     """Mean over the last steps that are there."""
-    return [fmean(s[max(0, i + 1 - last):i + 1]) for i in range(len(s))]
+    return [fmean(values[max(0, at + 1 - last):at + 1]) for at in range(len(values))]
 
 
-def over_seeds(a, key, f=list):
+def over_seeds(arm, key, change=list):
     """Of f(what each seed logged under key) -> steps that every seed has, and there the values of
     all seeds"""
     curves = []
-    for log, values in zip(a["logs"].values(), series(a, key)):
-        steps = [r["step"] for r in log if key in r]
-        curves.append(dict(zip(steps, f(values))))
-    steps = [step for step in curves[0] if all(step in c for c in curves)]
-    return steps, [[c[step] for c in curves] for step in steps]
+    for log, values in zip(arm["logs"].values(), series(arm, key)):
+        steps = [row["step"] for row in log if key in row]
+        curves.append(dict(zip(steps, change(values))))
+    steps = [step for step in curves[0] if all(step in curve for curve in curves)]
+    return steps, [[curve[step] for curve in curves] for step in steps]

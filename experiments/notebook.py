@@ -103,26 +103,26 @@ def notebook(cells, clone=""):
 
 
 def main(argv=None):
-    a = Arguments("notebook", "make a notebook of the lesson, or update its text")
-    a.add_argument("--out", default=os.path.join(ROOT, "docs", "lesson.ipynb"),
-                   type=os.path.expanduser, help="the notebook")
-    a.add_argument("--clone", default="",
-                   help="where a hosted notebook clones the repository from")
-    a.add_argument("--update", action="store_true",
-                   help="no notebook: write what the cells print into the lesson")
-    a = a.parse_args(argv)
+    args = Arguments("notebook", "make a notebook of the lesson, or update its text")
+    args.add_argument("--out", default=os.path.join(ROOT, "docs", "lesson.ipynb"),
+                      type=os.path.expanduser, help="the notebook")
+    args.add_argument("--clone", default="",
+                      help="where a hosted notebook clones the repository from")
+    args.add_argument("--update", action="store_true",
+                      help="no notebook: write what the cells print into the lesson")
+    args = args.parse_args(argv)
     with one_line_errors(OSError, ValueError):
-        if not a.out.endswith(".ipynb"):
-            raise ValueError(f"out must end in .ipynb, got {a.out!r}")
+        if not args.out.endswith(".ipynb"):
+            raise ValueError(f"out must end in .ipynb, got {args.out!r}")
         with open(LESSON, encoding="utf-8") as f:
             text = f.read()
-        cells, path = parse(text), a.out
-        if a.update:
+        cells, path = parse(text), args.out
+        if args.update:
             os.chdir(ROOT)
             printed = run(source for kind, source, _ in cells if kind == "code")
             text, path = updated(text, printed), LESSON
         else:
-            text = json.dumps(notebook(cells, a.clone), indent=1) + "\n"
+            text = json.dumps(notebook(cells, args.clone), indent=1) + "\n"
         write_text(path, text)
         code_cells = sum(kind == "code" for kind, _, _ in cells)
         tell(f"written to {path}: {code_cells} cells of docs/lesson.md with output")

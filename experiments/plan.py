@@ -33,8 +33,8 @@ from experiments.logs import CACHES, load, results
 from support.screen import one_line_errors, tell
 
 MAIN = ["dense", "naive", "tis", "shadow", "smd"]
-OTHERS = ["mis", "sparse_rl", "bypass", "anchor", "smd_reverse", "released", "one_sided",
-          "ppo", "ppo_naive", "dpo", "dpo_naive"]
+OTHERS = ["mis", "sparse_rl", "bypass", "anchor", "smd_reverse", "released",
+          "one_sided", "ppo", "ppo_naive", "dpo", "dpo_naive"]
 GRID = [1e-5, 3e-5, 1e-4, 3e-4, 6e-4, 1e-3, 3e-3]  # the first and the last only beyond an end
 LONG = ["--steps=150", "--eval_every=10", "--eval_problems=256", "--eval_final=1024",
         "--eval_batch=1024", "--save_every=1000"]
@@ -48,7 +48,8 @@ COMPARE = ("smd/naive/compressed,smd/naive/dense,smd/shadow/dense,smd/tis/compre
 BUDGETS = dict(mild=640, middle=512, strong=384)  # of 1,150 prompt keys
 LIST = ["--steps=200", "--eval_every=25", "--eval_problems=128", "--eval_final=256",
         "--eval_batch=128", "--lean=True"]
-LIST_COMPARE = "smd/naive/compressed,smd/shadow/compressed,smd/shadow/dense,smd/tis/compressed"
+LIST_COMPARE = ("smd/naive/compressed,smd/shadow/compressed,smd/shadow/dense,"
+                "smd/tis/compressed")
 GSM8K = ["--steps=80", "--eval_every=20", "--eval_problems=128", "--eval_final=512",
          "--eval_batch=512", "--lean=True"]
 GSM8K_COMPARE = ("shadow/naive/compressed,smd/naive/compressed,smd/naive/dense,"
@@ -94,10 +95,10 @@ def tune_arms():
         for name in names:
             done = sorted(found.get(name, {}))
             if set(done) >= set(grid):
-                best = choose(found[name])
-                i = GRID.index(best)
-                if best in (done[0], done[-1]) and 0 < i < len(GRID) - 1:
-                    arms.append(arm(name, at(GRID[i - 1 if best == done[0] else i + 1])))
+                best = GRID.index(choose(found[name]))
+                beyond = {done[0]: best - 1, done[-1]: best + 1}.get(GRID[best], -1)
+                if 0 <= beyond < len(GRID):
+                    arms.append(arm(name, at(GRID[beyond])))
         parts.append((arms, seeds))
     return parts
 
@@ -114,15 +115,16 @@ def real_parts():
 
     slow, fast, harmful = (dict.fromkeys(MAIN, at(lr)) for lr in (2e-5, 4e-5, 3e-6))
     keys = {name: [*LIST, f"--budget={n}"] for name, n in BUDGETS.items()}
+    pilot = [*keys["middle"], "--seeds=1", "--first=100", "--eval_first=10000"]
     found = {
         "list-pilot": [([*arms("smollm2", MAIN, slow), *arms("smollm2", MAIN, fast)],
-                        [*keys["middle"], "--seeds=1", "--first=100", "--eval_first=10000"])],
+                        pilot)],
         "gsm8k": [(arms("gsm8k", ["naive", "tis", "shadow", "smd"], harmful),
                    [*GSM8K, "--seeds=5", f"--compare={GSM8K_COMPARE}"])]}
     lr, tried = rate("list-pilot"), tuned("list-pilot")
     if all(len(tried.get(name, ())) == 2 for name in MAIN):
-        found["list/middle"] = [(arms("smollm2", MAIN, lr),
-                                 [*keys["middle"], "--seeds=5", f"--compare={LIST_COMPARE}"])]
+        options = [*keys["middle"], "--seeds=5", f"--compare={LIST_COMPARE}"]
+        found["list/middle"] = [(arms("smollm2", MAIN, lr), options)]
         for name in ("mild", "strong"):
             found[f"list/{name}"] = [(arms("smollm2", ["naive", "shadow", "smd"], lr),
                                       [*keys[name], "--seeds=2"])]
@@ -145,20 +147,23 @@ def parts(folders=()):
                for each in arms(["naive", "tis", "shadow", "smd"], f"--budget={keys}")]
     # budgets at which the untrained model earns as little as under 56 keys and max pooling
     three = ["naive", "shadow", "smd"]
-    methods = [*arms(three, "--pool_by=mean", "--budget=50"), *arms(three, "--evict=rkv"),
-               *arms(three, "--evict=h2o", "--budget=100")]
+    methods = [*arms(three, "--pool_by=mean", "--budget=50"),
+               *arms(three, "--evict=rkv"), *arms(three, "--evict=h2o", "--budget=100")]
     other_bases = {f"bases/{os.path.basename(folder)}":
                    [(arms(["dense", "naive", "shadow", "smd"], f"--model={folder}"),
                      ["--seeds=2"])] for folder in folders}
-    return {"main": [(arms(MAIN), ["--seeds=8", f"--compare={COMPARE}"]),
+    return {
+        "main": [(arms(MAIN), ["--seeds=8", f"--compare={COMPARE}"]),
                  (arms(OTHERS), ["--seeds=3"])],
         # the same without a GPU, in an hour on two cores: fewer seeds and evaluations
         "main-cpu": [(arms(MAIN), ["--seeds=3", f"--compare={COMPARE}", "--device=cpu",
                                    "--eval_every=25", "--eval_problems=128",
                                    "--eval_final=512"])],
-        "weights": [(weights, ["--seeds=3"])], "budgets": [(budgets, ["--seeds=3"])],
+        "weights": [(weights, ["--seeds=3"])],
+        "budgets": [(budgets, ["--seeds=3"])],
         "methods": [(methods, ["--seeds=2"])],
-        "long": [(arms(["shadow", "smd"]), ["--seeds=3", "--steps=600", "--eval_every=50"])],
+        "long": [(arms(["shadow", "smd"]),
+                  ["--seeds=3", "--steps=600", "--eval_every=50"])],
         "window": [(arms(["smd"], "--evict=recent", "--window=8", "--budget=22"),
                     ["--seeds=5"])],
         "cold": [(arms(["smd"]), ["--seeds=3", "--task=own", "--steps=60"])],
@@ -166,46 +171,46 @@ def parts(folders=()):
         "tasks/kv16": [([f"config/kv16.py+{each}" for each in arms(three)],
                         ["--seeds=1", "--steps=40"])],
         "default-pilot": [([arm("smd", *options.split()) for options in DEFAULTS],
-                     ["--seeds=8", "--first=200", "--steps=60", "--lr=6e-4", "--eval_every=20",
-                      "--eval_first=10000", "--eval_problems=128", "--lean=True"])],
+                     ["--seeds=8", "--first=200", "--steps=60", "--lr=6e-4",
+                      "--eval_every=20", "--eval_first=10000", "--eval_problems=128",
+                      "--lean=True"])],
         **other_bases, **real_parts()}
 
 
-def run(part, settings, todo, jobs):
+def run(part, settings, todo):
     """-> the number of ablate's commands that failed"""
     failed = 0
     for arms, options in todo:
-        folders = [f"--out={os.path.join(OUT, part)}", f"--keep={os.path.join(KEEP, part)}"]
-        command = [sys.executable, "-m", "experiments.ablate", *arms, *settings, *options,
-                   *folders, f"--jobs={jobs}"]
+        out, kept = (os.path.join(folder, part) for folder in (OUT, KEEP))
+        command = [sys.executable, "-m", "experiments.ablate", *arms, *settings,
+                   *options, f"--out={out}", f"--keep={kept}"]
         failed += subprocess.run(command).returncode != 0
     return failed
 
 
 def main(argv):
     with one_line_errors(ValueError, OSError):
-        jobs = [int(arg.partition("=")[2]) for arg in argv if arg.startswith("--jobs=")] or [1]
         names = [arg for arg in argv if not arg.startswith("--")]
-        more = [arg for arg in argv if arg.startswith("--") and not arg.startswith("--jobs=")]
+        more = [arg for arg in argv if arg not in names]  # goes to every run
         failed = 0
         if "rates" in names:
             for name, rates in [*tuned().items(), *tuned("list-pilot").items()]:
-                each = "  ".join(f"{lr:g}: {compressed:.3f}/{dense:.3f}"
-                                 for lr, (_, compressed, dense) in sorted(rates.items()))
+                each = "  ".join(f"{lr:g}: {sparse:.3f}/{dense:.3f}"
+                                 for lr, (_, sparse, dense) in sorted(rates.items()))
                 tell(f"{name:12} {each}  -> {choose(rates):g}")
         elif "tune" in names:
             for arms, seeds in tune_arms():
-                failed += run("tune", TUNE, [(arms, [f"--seeds={seeds}", *more])], jobs[0])
+                failed += run("tune", TUNE, [(arms, [f"--seeds={seeds}", *more])])
         else:
             folders = [name for name in names if os.path.isdir(name)]
             there = parts(folders)
             for name in names:
-                chosen = [part for part in there if part == name or part.startswith(f"{name}/")]
+                chosen = [part for part in there if f"{part}/".startswith(f"{name}/")]
                 if not chosen and name not in folders:
                     raise ValueError(f"no part {name!r}: {', '.join(there)}")
                 for part in chosen:
                     todo = [(arms, [*options, *more]) for arms, options in there[part]]
-                    failed += run(part, LONG, todo, jobs[0])
+                    failed += run(part, LONG, todo)
     raise SystemExit(bool(failed))
 
 

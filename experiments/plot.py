@@ -67,9 +67,9 @@ def own_numbers(runs):
 def draw_steps(ax, runs, key, last, **labels):
     """What each step logged under key, and the mean of the last ones."""
     for name, style in curves.looks(runs).items():
-        rows = [r for r in runs[name]["logs"][0] if key in r]
-        ax.plot([r["step"] for r in rows], [r[key] for r in rows], color=style["color"],
-                lw=0.5, alpha=0.25)
+        rows = [row for row in runs[name]["logs"][0] if key in row]
+        ax.plot([row["step"] for row in rows], [row[key] for row in rows], lw=0.5,
+                color=style["color"], alpha=0.25)
     ax.set(**labels)
     return curves.curve(ax, runs, key, partial(smooth, last=last))
 
@@ -96,7 +96,8 @@ def draw(runs, path):
     def evaluated(panel, **options):
         return partial(draw_evaluations, panel=panel, **options)
 
-    panels = dict(A=partial(sampled, key="reward", ylabel="sampled reward",
+    panels = dict(
+        A=partial(sampled, key="reward", ylabel="sampled reward",
                   ylim=curves.reward_limits(runs, ["reward"]),
                   title=f"Reward, mean of {last} steps"),
         B=partial(sampled, key="length", ylabel="tokens", ylim=(0, None),
@@ -121,16 +122,16 @@ def draw(runs, path):
 
 
 def main(argv=None):
-    a = Arguments(prog="plot", description="draw the curves of runs of train.py")
-    a.add_argument("folders", nargs="+", metavar="out_dir", help="folders of runs")
-    a.add_argument("--out", default="",
-                   help="a .png; plot.png in the first folder unless named")
-    a = a.parse_args(argv)
+    args = Arguments("plot", "draw the curves of runs of train.py")
+    args.add_argument("folders", nargs="+", metavar="out_dir", help="folders of runs")
+    args.add_argument("--out", default="",
+                      help="a .png; plot.png in the first folder unless named")
+    args = args.parse_args(argv)
     with one_line_errors(ValueError, OSError):
-        runs = read_runs(a.folders)
+        runs = read_runs(args.folders)
         if not runs:
             raise ValueError("nothing to draw yet: no step and no evaluation")
-        path = a.out or os.path.join(a.folders[0], "plot.png")
+        path = args.out or os.path.join(args.folders[0], "plot.png")
         curves.check_out(path)
         draw(runs, path)
         tell(f"{len(runs)} {'run' if len(runs) == 1 else 'runs'} drawn to {path}")

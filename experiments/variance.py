@@ -78,7 +78,8 @@ from support.jsonfile import read_json
 from support.run import choose_device, write_text
 from support.screen import one_line_errors, say, tell
 
-OWN = dict(prompts=8,              # sampled once and resampled by the bootstrap; 2 and more
+OWN = dict(
+    prompts=8,              # sampled once and resampled by the bootstrap; 2 and more
     lengths="2,4,8,16,32,64,128,256,512",  # tokens, as far as the context reaches
     layers="all",           # whose gradient; last: by those of the last block
     resamples=1000,         # of the bootstrap; 100 and more
@@ -106,8 +107,10 @@ def cut(rollout, n):
 @torch.no_grad()
 def score(model, rollout):
     """-> log-probs of both policies (B, G, R), one prompt at a time."""
-    parts = [replay(model, rollout.select([b])) for b in range(len(rollout.prompts))]
-    return {p: torch.cat([x[p] for x in parts]) for p in ("dense", "shadow")}
+    prompts = range(len(rollout.prompts))
+    parts = [replay(model, rollout.select([row])) for row in prompts]
+    return {policy: torch.cat([part[policy] for part in parts])
+            for policy in ("dense", "shadow")}
 
 
 def token_weights(dense, rollout):
@@ -133,9 +136,9 @@ def gradients(model, rollout, weights, log_w, sign, params):
     log_w, names = log_w.cpu(), list(weights)
     if "naive" in weights:
         names.append("seq")
-    size = sum(p.numel() for p in params)
-    sq = {a: torch.full((B, G), -math.inf, dtype=torch.float64) for a in names}
-    total = {a: torch.zeros(size, device=model.device) for a in names}
+    size = sum(each.numel() for each in params)
+    sq = {arm: torch.full((B, G), -math.inf, dtype=torch.float64) for arm in names}
+    total = {arm: torch.zeros(size, device=model.device) for arm in names}
     largest = log_w.max().item()  # seq's weights are summed over it
     for b, g in product(range(B), range(G)):
         n = rollout.tokens.shape[2]
@@ -143,24 +146,25 @@ def gradients(model, rollout, weights, log_w, sign, params):
         one = rollout.select([b], torch.tensor([[g]], device=rollout.tokens.device))
         for policy in ("dense", "shadow"):
             # sparse_rl drops whole responses: their gradient is 0
-            arms = [a for a in weights if ARMS[a] == policy and weights[a][b, g].any()]
+            arms = [arm for arm, weight in weights.items()
+                    if ARMS[arm] == policy and weight[b, g].any()]
             logp = replay(model, one, (policy,))[policy] if arms else None  # (1, 1, R)
-            for a in arms:
-                weight = weights[a][b, g].view(logp.shape)                  # (1, 1, R)
+            for arm in arms:
+                weight = weights[arm][b, g].view(logp.shape)                  # (1, 1, R)
                 grads = torch.autograd.grad(logp, params, weight,
-                                            retain_graph=a != arms[-1])
-                flat = torch.cat([x.reshape(-1).float() for x in grads])
-                norm, s = log_norm(flat), sign[b, g].item()
-                sq[a][b, g] = 2 * norm
-                total[a].add_(flat, alpha=s)
-                if a == "naive":
+                                            retain_graph=arm != arms[-1])
+                flat = torch.cat([grad.reshape(-1).float() for grad in grads])
+                norm, side = log_norm(flat), sign[b, g].item()
+                sq[arm][b, g] = 2 * norm
+                total[arm].add_(flat, alpha=side)
+                if arm == "naive":
                     lw = log_w[b, g].item()
                     sq["seq"][b, g] = 2 * (norm + lw)
-                    total["seq"].add_(flat, alpha=s * math.exp(lw - largest))
-    mean = {a: log_norm(t) - math.log(B * G) for a, t in total.items()}
+                    total["seq"].add_(flat, alpha=side * math.exp(lw - largest))
+    mean = {arm: log_norm(t) - math.log(B * G) for arm, t in total.items()}
     if "seq" in mean:
         mean["seq"] += largest
-    return sq, {a: 2 * m for a, m in mean.items()}
+    return sq, {arm: 2 * norm for arm, norm in mean.items()}
 
 
 def log_weights(logp, other):
@@ -181,18 +185,18 @@ def measure(model, ids, c, lengths):
     log_w = log_weights(at_mu["dense"], mu.logp_roll)
     log_w_shadow = log_weights(at_mu["shadow"], mu.logp_roll)
     log_w_pi = log_weights(at_pi["dense"], at_pi["shadow"])
-    coin = torch.Generator().manual_seed(c.seed)
-    # advantages
+    coin = torch.Generator().manual_seed(c.seed)  # advantages
     sign = torch.randint(0, 2, mu.lengths.shape, generator=coin) * 2.0 - 1  # (B, G)
     params = list((model if c.layers == "all" else model.layers[-1]).parameters())
     raw = dict(log_w=[], log_w_shadow=[], log_w_pi=[], log_g_pi=[])
-    raw |= {k: {a: [] for a in ARMS} for k in ("log_g", "log_mean", "mean_weight")}
+    raw |= {key: {arm: [] for arm in ARMS}
+            for key in ("log_g", "log_mean", "mean_weight")}
     for n in lengths:
-        r, dense = cut(mu, n), at_mu["dense"][..., :n]
-        weights = token_weights(dense, r)
+        rollout, dense = cut(mu, n), at_mu["dense"][..., :n]
+        weights = token_weights(dense, rollout)
         at_n = dict(log_w=log_w[..., n - 1], log_w_shadow=log_w_shadow[..., n - 1],
                     log_w_pi=log_w_pi[..., n - 1])
-        sq, mean = gradients(model, r, weights, log_w=at_n["log_w"], sign=sign,
+        sq, mean = gradients(model, rollout, weights, log_w=at_n["log_w"], sign=sign,
                              params=params)
         naive = dict(naive=torch.ones_like(dense))
         sq_pi, _ = gradients(model, cut(pi, n), naive, log_w=at_n["log_w_pi"],
@@ -200,11 +204,11 @@ def measure(model, ids, c, lengths):
         at_n["log_g_pi"] = sq_pi["naive"]
         for name, x in at_n.items():
             raw[name].append(x)
-        for a in ARMS:
-            raw["log_g"][a].append(sq[a])
-            raw["log_mean"][a].append(mean[a])
-            mean_weight = weights[a].mean().item() if a in weights else None
-            raw["mean_weight"][a].append(mean_weight)
+        for arm in ARMS:
+            raw["log_g"][arm].append(sq[arm])
+            raw["log_mean"][arm].append(mean[arm])
+            mean_weight = weights[arm].mean().item() if arm in weights else None
+            raw["mean_weight"][arm].append(mean_weight)
     say("")
     return raw
 
@@ -290,10 +294,9 @@ def over_lengths(f, index, lengths, *series):
     x = torch.tensor(lengths, dtype=torch.float64)
     for name, axis in (("per_token", x), ("power", x.log())):
         if ok.sum() > 2:
-            k, r2 = slope(value[ok], axis[ok])
+            found, r2 = map(number, slope(value[ok], axis[ok]))
             least, most = band(slope(many[ok].T, axis[ok])[0])
-            out["slope"][name] = dict(value=number(k), r2=number(r2), low=least,
-                                      high=most)
+            out["slope"][name] = dict(value=found, r2=r2, low=least, high=most)
     return out
 
 
@@ -321,17 +324,18 @@ def summarise(raw, lengths, times):
                   log_ess=each(log_ess, raw["log_w"]),
                   log_mean=each(log_mean, raw["log_w"]),
                   log_var_floor=each(log_floor, raw["log_w_pi"]),
-                  kl_pi_mu=each(plain_mean, raw["log_w_pi"]), # sampled, E_pi W
+                  kl_pi_mu=each(plain_mean, raw["log_w_pi"]),
+                  # sampled, E_pi W
                   log_second_moment_pi=each(log_mean, raw["log_w_pi"]),
                   log_var_shadow=each(log_var, raw["log_w_shadow"]))
     gradient = {}
-    for a in ARMS:
-        log_g = raw["log_g"][a]
-        shrunk = [x + shrink(x, m) for x, m in zip(log_g, raw["log_mean"][a])]
+    for arm in ARMS:
+        log_g = raw["log_g"][arm]
+        shrunk = [x + shrink(x, m) for x, m in zip(log_g, raw["log_mean"][arm])]
         log_variance = each(log_mean, shrunk)
         per_token = [None if v is None else number(v - 2 * math.log(length))
                      for v, length in zip(log_variance["value"], lengths)]
-        gradient[a] = dict(log_var=log_variance, mean_weight=raw["mean_weight"][a],
+        gradient[arm] = dict(log_var=log_variance, mean_weight=raw["mean_weight"][arm],
                            log_ratio=each(log_ratio, log_g, raw["log_g"]["shadow"]),
                            # share of samples with a gradient
                            alive=[number(x.isfinite().double().mean()) for x in log_g],
@@ -348,12 +352,12 @@ def ten(v, digits=1):
 
 
 def weight_table(res):
-    w, c = res["weight"], res["settings"]
+    w, asked = res["weight"], res["settings"]
 
     def span(q, i):
         return f"{ten(q['value'][i])} [{ten(q['low'][i])}, {ten(q['high'][i])}]"
 
-    samples = c["prompts"] * c["group"]
+    samples = asked["prompts"] * asked["group"]
     yield (f"sequence weight W of {samples} samples, as log10 (but std and ESS), with "
            "95 % bootstrap intervals over prompts; the floor, a lower bound of the "
            "true variance, comes from samples of the learner")
@@ -379,20 +383,20 @@ def factor(v):
 def gradient_table(res):
     g = res["gradient"]
 
-    def cell(a, i):
-        value, ratio = (g[a][q]["value"][i] for q in ("log_var", "log_ratio"))
+    def cell(arm, at):
+        value, ratio = (g[arm][name]["value"][at] for name in ("log_var", "log_ratio"))
         return f"{ten(value, 2)} ({factor(ratio)})"
 
     yield (f"\nvariance of the gradient estimate ({res['parameters']:,} parameters, "
            "sum over tokens), as log10; in brackets, times shadow's; mean token weight")
-    yield (f"{'tokens':>6} " + " ".join(f"{a:>18}" for a in ARMS)
+    yield (f"{'tokens':>6} " + " ".join(f"{arm:>18}" for arm in ARMS)
            + f" {'seq, floor':>11} {'weight: tis':>12} {'sparse_rl':>10} "
            f"{'sparse_rl keeps':>16}")
-    for i, length in enumerate(res["lengths"]):
-        arms = " ".join(f"{cell(a, i):>18}" for a in ARMS)
-        floor = ten(g["seq"]["log_var_floor"]["value"][i])
-        tis, sparse_rl = g["tis"]["mean_weight"][i], g["sparse_rl"]["mean_weight"][i]
-        alive = g["sparse_rl"]["alive"][i]
+    for at, length in enumerate(res["lengths"]):
+        arms = " ".join(f"{cell(arm, at):>18}" for arm in ARMS)
+        floor = ten(g["seq"]["log_var_floor"]["value"][at])
+        tis, sparse_rl = g["tis"]["mean_weight"][at], g["sparse_rl"]["mean_weight"][at]
+        alive = g["sparse_rl"]["alive"][at]
         yield (f"{length:6d} {arms} {floor:>11} {tis:12.3f} {sparse_rl:10.3f} "
                f"{alive:16.2f}")
 
@@ -400,14 +404,14 @@ def gradient_table(res):
 def slope_table(res):
     w, g = res["weight"], res["gradient"]
 
-    def show(s):
-        if not s or None in s.values():
+    def show(line):
+        if not line or None in line.values():
             return "-"
-        return f"{s['value']:.4f} [{s['low']:.4f}, {s['high']:.4f}] r2 {s['r2']:.2f}"
+        return "{value:.4f} [{low:.4f}, {high:.4f}] r2 {r2:.2f}".format(**line)
 
     rows = {"W, sampled": w["log_var"], "W, floor": w["log_var_floor"],
             "W, shadow": w["log_var_shadow"]}
-    rows |= {f"gradient, {a}": g[a]["log_var"] for a in ARMS}
+    rows |= {f"gradient, {arm}": g[arm]["log_var"] for arm in ARMS}
     rows["gradient, seq, floor"] = g["seq"]["log_var_floor"]
     yield ("\nslope of ln variance: nats per token (straight against L) | power of L "
            "(straight against ln L; per token: 2 less); r2 of each line")
@@ -483,9 +487,10 @@ def settings(argv):
     help_if_asked(argv, __doc__, ("settings", __file__, OWN),
                   ("those of train.py", train.__file__, others))
     argv = ["--figure=True" if arg == "--figure" else arg for arg in argv]
-    c = SimpleNamespace(**configure(DEFAULTS, argv, choices=CHOICES, refused=REFUSED))
-    train.settings([f"--{k}={getattr(c, k)}" for k in train.DEFAULTS])  # its checks
-    found = {parse(x) for x in c.lengths.split(",")}
+    c = SimpleNamespace(**configure(DEFAULTS, argv, choices=CHOICES,
+                                    refused=REFUSED))
+    train.settings([f"--{key}={getattr(c, key)}" for key in train.DEFAULTS])  # its checks
+    found = {parse(part) for part in c.lengths.split(",")}
     if not all(type(n) is int for n in found):
         raise ValueError("lengths must be whole numbers with commas between, got "
                          f"{c.lengths!r}")
@@ -530,7 +535,7 @@ def run(c, lengths):
     raw = measure(net, ids, c, lengths)
     measured = net if c.layers == "all" else net.layers[-1]
     return dict(settings=vars(c), lengths=lengths,
-                parameters=sum(p.numel() for p in measured.parameters()),
+                parameters=sum(param.numel() for param in measured.parameters()),
                 **summarise(raw, lengths, c.resamples), samples=as_lists(raw))
 
 
@@ -559,15 +564,15 @@ def tables(res):
 
 def main(argv):
     with one_line_errors(ValueError, OSError):
-        c, lengths = settings(argv)
-        file = os.path.join(c.out, "variance.json")
-        if c.figure:
+        config, lengths = settings(argv)
+        file = os.path.join(config.out, "variance.json")
+        if config.figure:
             res = read_measurement(file)
         else:
-            res = run(c, lengths)
+            res = run(config, lengths)
             write_text(file, json.dumps(res))
         tell(tables(res))
-        figure(res, os.path.join(c.out, "variance.png"))
+        figure(res, os.path.join(config.out, "variance.png"))
         tell(f"\nnumbers in {file}")
 
 

@@ -70,12 +70,12 @@ def test_a_real_model_has_its_rates_before_its_runs(monkeypatch):
 
 def test_a_name_stands_for_its_parts_and_options_go_to_each(monkeypatch):
     ran = []
-    monkeypatch.setattr(plan, "run", lambda part, settings, todo, jobs: ran.append(
-        (part, [options[-1] for _, options in todo], jobs)) or 0)
+    monkeypatch.setattr(plan, "run", lambda part, settings, todo: ran.append(
+        (part, [options[-2:] for _, options in todo])) or 0)
     with pytest.raises(SystemExit, match="0|False"):
         plan.main(["tasks", "gsm8k", "--jobs=3", "--model=m"])
-    assert ran == [("tasks/kv", ["--model=m"], 3), ("tasks/kv16", ["--model=m"], 3),
-                   ("gsm8k", ["--model=m"], 3)]
+    more = ["--jobs=3", "--model=m"]
+    assert ran == [("tasks/kv", [more]), ("tasks/kv16", [more]), ("gsm8k", [more])]
     with pytest.raises(SystemExit, match="no part 'task': main, "):
         plan.main(["task"])
 

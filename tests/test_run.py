@@ -81,7 +81,7 @@ def test_objectives_resume_bitwise(name, tmp_path, monkeypatch):
         write_checkpoint(os.path.join(wrong, "ckpt.pt"), state)
         # the head stays out of the model
         with safe_open(os.path.join(whole, "model", "model.safetensors"), "pt") as f:
-            assert all(f.get_tensor(k).shape != (1, 128) for k in f.keys())  # noqa: SIM118  it is no dict
+            assert all(f.get_tensor(k).shape != (1, 128) for k in f.keys())  # noqa: SIM118
     else:
         monkeypatch.setitem(train.OBJECTIVES, "dpo",
                             lambda net, config, initial: DPO(net, config, lambda: net))

@@ -290,7 +290,7 @@ def test_a_task_draws_text(monkeypatch):
         facts, supply, question, answer = tasks.needle(rng)
         return facts, supply, question, int(answer)
 
-    monkeypatch.setitem(TASKS, "mine", (number, tasks.only_number))
+    monkeypatch.setitem(TASKS, "mine", (number, only_number))
     with pytest.raises(ValueError, match="task mine draws the answer [0-9]+, must be text"):
         made("mine", "train", 0, 0, tokens=60)
 
