@@ -56,7 +56,7 @@ tracker = "none"         # also show the log in tensorboard (out_dir/tensorboard
 dry_run = False          # measure memory and time of the largest step, without out_dir, and end
 seed = 0
 device = "auto"          # auto: cuda if there is one; cpu, cuda, cuda:1
-dtype = "auto"           # of the weights: float32, bfloat16, float16; auto: float32, on cuda by size
+dtype = "auto"           # weights: float32, bfloat16, float16; auto: on cuda by size, else float32
 # model and task
 model = TINY             # a folder or a hub name; here the embedded checkpoint
 task = "kv4"             # needle, kv, kv4, kv16, list, own, hop, sum, a .jsonl file, gsm8k:FOLDER
