@@ -280,6 +280,15 @@ def talk():
     parallel.sum_gradients([half, a, b])
     assert half.grad.tolist() == [2, 2] and a.grad.tolist() == [2, 6, 10]
 
+    # what overflows on rank 1 alone is skipped by both
+    net = toy(dtype=torch.float16)
+    _, _, opt = learner(net)
+    for gradient, skipped in ((1.0 if r else 0.25, 1), (0.25, 0)):
+        opt.backward(sum(p.float().sum() for p in net.parameters()) * gradient)
+        assert (opt.step(1e-2, 1.0) == 0) == skipped
+        assert opt.scaling == dict(loss_scale=2**15, skipped=skipped)
+    parallel.check_equal(opt.masters, "the weights")
+
     parallel.check_equal([a, b], "the weights")
     with torch.no_grad():
         b[r] = r * 1e-45  # one bit of rank 1
