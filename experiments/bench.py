@@ -1376,7 +1376,7 @@ def arguments(argv=None):
 
 
 def request(a):
-    """-> {part: arguments of its tables}; makes the folder. Raises ValueError."""
+    """-> {part: arguments of its tables}; makes the folder. Raises ValueError, OSError."""
     wanted = {}
     for part, tables in (QUICK if a.quick else REQUESTS).items():
         tables = [t for t in tables if a.shape in (None, t.get("name"))]
@@ -1391,6 +1391,7 @@ def request(a):
     if a.model and list(wanted) != ["dtype"]:
         raise ValueError(f"{a.part} does not use --model, which is of dtype")
     if a.model:
+        find_checkpoint(a.model)
         wanted["dtype"] = [dict(table, model=a.model) for table in wanted["dtype"]]
     make_folder(a.out)  # better now than after the first measurement
     return wanted
@@ -1398,7 +1399,7 @@ def request(a):
 
 def main(argv=None):
     a = arguments(argv)
-    with one_line_errors(ValueError):
+    with one_line_errors(ValueError, OSError):
         choose_device(SimpleNamespace(device="auto"))  # each rank its own card
         wanted = request(a)
     about = facts()

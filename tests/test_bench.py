@@ -247,6 +247,8 @@ def test_dtype_rows(results, tmp_path):
     assert len(one) == len(two) == 50 and one != two and tok.decode(one).strip()
     with pytest.raises(SystemExit, match="evict does not use --model"):
         bench.main(["evict", f"--model={TINY}", f"--out={tmp_path}"])
+    with pytest.raises(SystemExit, match="^error: './none': no such folder"):
+        bench.main(["dtype", "--model=./none", f"--out={tmp_path}"])
 
 
 def two_ranks(out):
