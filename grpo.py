@@ -80,7 +80,9 @@ def pack_by_hand(rollout, policies=("dense", "shadow")):
         first = len(ids)  # the row of the prompt's first token
         own = sum(fed)  # rows that the responses take under one policy
         end = first + P + len(policies) * own  # where the next group begins
-        # where the shadow copies begin
+        # where the shadow copies begin. One row too late shows in the gap of the shadow policy. One
+        # row too early takes keys from the last dense row, which no gap compares with a sampler:
+        # tests/test_grpo.py holds both
         dropped_at = end - own if "shadow" in policies else end
 
         for j, token in enumerate(prompt):
@@ -185,9 +187,9 @@ def replay(model, rollout, policies=("dense", "shadow"), distill_to=None, stats=
     checkpointing: see Transformer.forward. Raises ValueError for unknown policies, a student
     without a teacher or the reverse, and a log that does not fit the model."""
     policies = tuple(policies)
-    distills = distill_to is not None or teacher is not None
-    alone = len(policies) < 2 and teacher is None
-    if distills and (alone or distill_to not in policies):
+    has_teacher = teacher is not None or len(policies) == 2
+    distills = teacher is not None or distill_to is not None
+    if distills and not (has_teacher and distill_to in policies):
         raise ValueError(f"distill_to={distill_to!r} needs both policies, or a "
                          f"teacher, and one of their names, got {policies}")
     packed = pack(rollout, policies)
@@ -196,9 +198,9 @@ def replay(model, rollout, policies=("dense", "shadow"), distill_to=None, stats=
     targets = rollout.tokens[mask]                              # (n,)
     # one preparation for all layers saves thousands of small launches; of very long rows its lists
     # would be large
-    n_layer, nkv, rows = packed.until.shape
-    plans = [None] * n_layer
-    if packed.until.is_cuda and n_layer * nkv * rows ** 2 < 2**39:
+    L, nkv, N = packed.until.shape
+    plans = [None] * L
+    if packed.until.is_cuda and L * nkv * N ** 2 < 2**39:
         plans = make_plans(packed.until, torch.is_grad_enabled())
 
     def attend(layer, q, k, v):  # here the Shadow Mask enters the learner
@@ -207,19 +209,21 @@ def replay(model, rollout, policies=("dense", "shadow"), distill_to=None, stats=
     hidden = model(packed.ids, packed.pos, attend, checkpointing)  # (N, C)
     # only rows that predict a response token meet the head. Indexing, not index_select: the
     # prompt's last row is gathered once per response, and this sums its gradients in a fixed order
-    hidden = [hidden[packed.rows[policy][mask]] for policy in policies]  # (n, C) each
+    at = {policy: packed.rows[policy][mask] for policy in policies}  # (n,) rows, each
+    scored = [hidden[at[policy]] for policy in policies]        # (n, C) each
     student = policies.index(distill_to) if distill_to else None
+    frozen = None  # the teacher's head and hidden states, where it is another model
     if teacher is not None:
         with torch.no_grad():
-            rows = packed.rows[distill_to][mask]                # (n,)
-            theirs = teacher(packed.ids, packed.pos, attend)[rows]  # (n, C)
-            teacher = teacher.head, theirs
+            theirs = teacher(packed.ids, packed.pos, attend)    # (N, C)
+            frozen = teacher.head, theirs[at[distill_to]]       # (n, C)
     out = head_rows(
-        model.head, hidden, targets, student=student, stats=stats, teacher=teacher,
+        model.head, scored, targets, student=student, stats=stats, teacher=frozen,
         temperature=rollout.temperature or 1.0, absent=model.absent)
-    out.update(zip(policies, out.pop("logp")))
+    logps = out.pop("logp")
+    out.update(zip(policies, logps))
     if value is not None:
-        out["value"] = value(widen(hidden[-1]))[:, 0]           # (n,)
+        out["value"] = value(widen(scored[-1]))[:, 0]           # (n,)
     return {name: torch.zeros_like(mask, dtype=found.dtype).masked_scatter(mask, found)
             for name, found in out.items()}                     # (B, G, R) each
 
@@ -321,10 +325,8 @@ def policy_loss(logp, logp_old, adv, mask, clip=0.2, clip_high=None, norm="seque
     with torch.no_grad():
         n = mask.sum().clamp(min=1)
         clipped = ((adv > 0) & (ratio > high)) | ((adv < 0) & (ratio < low))
-        stats = dict(
-            clip_frac=(clipped & mask).sum() / n,
-            ratio=(ratio * mask).sum() / n,
-            kl_old=(ratio - 1 - change).sum() / n)
+        stats = dict(clip_frac=(clipped & mask).sum() / n,
+            ratio=(ratio * mask).sum() / n, kl_old=(ratio - 1 - change).sum() / n)
     return (scale * loss).sum(), stats
 
 
@@ -442,8 +444,7 @@ class GRPO:
         logp = out[config.learner]
         if config.ratio_to == "sampler":
             old = part.logp_roll
-        loss, stats = policy_loss(
-            logp, old, batch["adv"], part.mask, clip=config.clip,
+        loss, stats = policy_loss(logp, old, batch["adv"], part.mask, clip=config.clip,
             clip_high=config.clip_high, weight=batch.get("weight"), scale=batch["scale"])
         n = part.mask.sum().item()
         of_all = whole.mask.sum().item()

@@ -108,6 +108,13 @@ class Eviction:
             budget += budget - self.window - self.sinks
         return min(P, budget)
 
+    def response_slots(self, R):
+        """Most keys of a response of R tokens that are held at once, per KV head: the last
+        token is never fed back."""
+        if self.response_budget is None:
+            return R - 1
+        return min(R - 1, self.response_budget + self.period)
+
 
 # The scores of one prompt, or of one sample's response. Every function takes
 #   q (W, nh, hs)   the queries of the last W rows: at most eviction.window, or all
@@ -137,7 +144,7 @@ def attention(q, k, elsewhere=None):
     W = len(q)
     n, nkv, _ = k.shape
     found = logits(q, k)                                        # (nkv, g, W, n)
-    # of the queries, and of the last W keys
+    # query w stands at key n - W + w: later keys are hidden
     row = torch.arange(n - W, n, device=q.device)               # (W,)
     found[..., n - W:].masked_fill_(row > row[:, None], -INF)
     if elsewhere is not None:  # one more key, whose share is dropped
@@ -239,12 +246,12 @@ class Method:
     """A function that scores keys, and what it needs. Where EVICT holds the bare function, it needs
     what is said here."""
     score: Callable
-    # the queries of all rows, not of the window alone; scores add up from one eviction to the next
+    # it takes the queries of all rows, beyond the window; its scores add up over evictions
     all_queries: bool = False
-    # not if it weighs the scored keys against each other alone: `elsewhere` is then never computed
+    # it weighs the scored keys against other keys too, so `elsewhere` is computed for it
     needs_elsewhere: bool = True
-    # it scores each KV head by itself and draws nothing: prompts may pass as further KV heads, all
-    # in one call. That saves launches and changes no score
+    # it scores each KV head by itself and draws nothing: the heads of several prompts go into one
+    # call as if they were one prompt's, which saves launches
     by_head: bool = False
 
     def __call__(self, *inputs):
@@ -293,8 +300,8 @@ def adaptive(score, eviction):
     score = score[..., eviction.sinks:n - eviction.window]      # (..., nkv, candidates)
     best_first = score.argsort(dim=-1, descending=True, stable=True)
     rank = best_first.argsort(dim=-1)                           # within its head
-    score = score.masked_fill(rank < free // 5, INF)
-    score = score.masked_fill(rank >= 2 * free, -INF)
+    always, never = rank < free // 5, rank >= 2 * free
+    score = score.masked_fill(always, INF).masked_fill(never, -INF)
     winners = score.flatten(-2).topk(nkv * free).indices        # (..., nkv * free)
     head = winners // score.shape[-1]                           # the KV head of each
     heads = torch.arange(nkv, device=score.device)
@@ -350,11 +357,7 @@ class KVCache:
         self.prompt_v = [torch.zeros_like(k) for k in self.prompt_k]
         filled = torch.tensor(self.slots, device=device, dtype=torch.int32)  # (L, B)
         self.prompt_filled = filled[..., None].repeat(1, 1, nkv)  # (L, B, nkv)
-        # responses: the last sampled token is never fed back, so R tokens have R - 1 keys
-        slots = R - 1
-        if eviction.response_budget is not None:
-            slots = min(slots, eviction.response_budget + eviction.period)
-        self.response_k = torch.zeros(L, S, nkv, slots, hs, **like)
+        self.response_k = torch.zeros(L, S, nkv, eviction.response_slots(R), hs, **like)
         self.response_v = torch.zeros_like(self.response_k)
         # response tokens fed; slots filled, as many in all samples
         self.t = torch.zeros((), device=device, dtype=torch.int64)
@@ -362,7 +365,7 @@ class KVCache:
         # the log: kept[prompt][layer] is (nkv, K); until, the step at which a response key dies
         self.kept = [[None] * L for _ in lengths]
         self.until = torch.full((L, S, nkv, R), R, device=device, dtype=torch.int32)
-        # was every score so far?
+        # False once a score was NaN or inf
         self.finite = torch.ones((), device=device, dtype=torch.bool)
         if eviction.response_budget is not None:
             self.init_response_eviction(S, R, like)
@@ -389,6 +392,8 @@ class KVCache:
                 self.prompt_filled[layer, which] = count.int()
             # (n, nkv, K)
             kept = keep(score, K, eviction.window, eviction.sinks, count=count)
+        # slots that a KV head leaves empty (adaptive) hold P, which is no position: any key may
+        # fill them, as decoding reads no further than prompt_filled
         index = kept[..., None].clamp(max=P - 1).expand(-1, -1, -1, hs)
         # copies: no view keeps the dense keys alive
         self.prompt_k[layer][which, :, :K] = k.transpose(1, 2).gather(2, index)
@@ -414,7 +419,7 @@ class KVCache:
         if self.method.by_head:
             score = folded(score_one, *inputs)
         else:
-            seed = hash((self.seed, layer, t)) % 2**63
+            seed = hash((self.seed, layer, t)) % 2**63  # of ints: the same everywhere
             score = vmapped(score_one, *inputs, seed=seed)
         self.finite.logical_and_(score.isfinite().all())
         return widen(score)
@@ -484,10 +489,10 @@ class KVCache:
         score = self.score_responses(layer, t, n)               # (S, nkv, n)
         if n > K:
             stay = keep(score, K, self.eviction.window, sinks=0)  # (S, nkv, K) slots
-            never = self.until.shape[3]
-            until = torch.full_like(born, t)                    # (S, nkv, n) by slot
-            until.scatter_(2, stay, never)
-            self.until[layer].scatter_(2, born, until.int())    # by token
+            # by slot: the others die now; R: never
+            dies = torch.ones_like(born, dtype=torch.bool).scatter(2, stay, False)
+            until = torch.where(dies, t, self.until.shape[3])   # (S, nkv, n)
+            self.until[layer].scatter_(2, born, until.int())    # slot s holds token born[s]
             index = stay[..., None].expand(-1, -1, -1, self.config.head_size)
             for store in (self.response_k[layer], self.response_v[layer]):
                 store[:, :, :K] = store.gather(2, index)

@@ -146,8 +146,9 @@ class MLP(nn.Module):
 
 
 class Block(nn.Module):
-    """x = x + attention(norm(x)), then x = x + mlp(norm(x)). A Product waits for its sum, which is
-    then written once (fast/residual.py)."""
+    """x = x + attention(norm(x)), then x = x + mlp(norm(x)). What is added is a Product of a matrix
+    and activations, which is computed as it is added: without gradients into x itself
+    (fast/residual.py)."""
 
     def __init__(self, config, layer):
         super().__init__()
@@ -197,7 +198,7 @@ class Transformer(nn.Module):
         self.rope_freq = rope_frequencies(config)               # (hs/2,) fp32
 
     def _apply(self, fn, *args, **kwargs):
-        # .to(), .bfloat16(): move the RoPE table, never round it
+        # .to(), .bfloat16(), to_empty(): make the RoPE table on the device, never round it
         super()._apply(fn, *args, **kwargs)
         self.rope_freq = rope_frequencies(self.config).to(self.norm.weight.device)
         if self.device.type != "meta":
@@ -305,7 +306,6 @@ class Transformer(nn.Module):
         check_names(path, model.tensors(), tensors)
         model = model.to(dtype).to_empty(device=device)
         copy_finite(model.tensors(), tensors)
-        model.rope_freq = rope_frequencies(config).to(model.device)  # (hs/2,) fp32
         return model
 
     def save_pretrained(self, path):

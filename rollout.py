@@ -10,7 +10,9 @@ On a GPU the decoding step is recorded once per rollout as a CUDA graph (fast/re
 replayed for every further token; between two replays the cache may evict response keys.
 
 Left out on purpose: top-p and top-k (they cut the support and bias every ratio), beam search,
-streaming.
+streaming, continuous batching: all samples step together from token 0, and one that has ended
+decodes on, unused, until all have. That keeps one recorded step for all and wastes the steps behind
+each stop token.
 """
 from dataclasses import dataclass, field, replace
 from itertools import groupby

@@ -48,8 +48,9 @@ def definition(q, k, v, until, scale=None):
     return torch.einsum("hij,jhc->ihc", weight, v)              # (N, nh, hs)
 
 
-# The picture: one KV head's keys, sorted by `until`, of one packed group: a prompt of 8
-# rows, of which 4 keys are evicted after prefill, and 2 responses of 4 rows, each in a
+# The picture: what the tuned kernels skip (the readable ones skip what is not born yet, and
+# give dead keys weight 0). One KV head's keys, sorted by `until`, of one packed group: a
+# prompt of 8 rows, of which 4 keys are evicted after prefill, and 2 responses of 4 rows, each in a
 # dense copy and in a shadow copy. Here a tile is 4 x 4.
 #
 #     keys                    dense A   evicted   dense B   shadow A    kept    shadow B

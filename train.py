@@ -149,8 +149,8 @@ def main(argv):
         return
     with guarded(job, settings):
         while True:
-            # 0. evaluate on held-out problems, also before the first step and after the last; then
-            # save, as a checkpoint counts what stands in the log before it
+            # 0. evaluate on held-out problems, also before the first step and after the last; save
+            # after it, as a checkpoint holds how long the log is
             if run.step % config.eval_every == 0 or run.finished:
                 evaluate_both(job)
             save(job)
@@ -161,7 +161,8 @@ def main(argv):
             # 1. problems, numbered through the run; the number is the position in the data
             mine = parallel.share(config.prompts)
             first = run.step * config.prompts + mine.start
-            batch, prompts = job.problems.get("train", range(first, first + len(mine)))
+            numbers = range(first, first + len(mine))
+            problems, prompts = job.problems.get("train", numbers)
 
             # 2. roll out under the compressed cache, which logs what it drops
             say(f"step {run.step}: rollout")
@@ -172,27 +173,27 @@ def main(argv):
                 part=(mine.start, config.prompts))
 
             # 3. reward the decoded text; what was sampled is never encoded again
-            rollout, parts = rewarded(
-                job.tok, rollout, batch, first=first, stops=stop_strings(config.stop))
+            stops = stop_strings(config.stop)
+            rollout, reward_parts = rewarded(  # from here on those of all ranks
+                job.tok, rollout, problems, first=first, stops=stops)
             sampled = time.monotonic()
 
-            # 4. advantages, or what else the objective learns from: of the whole batch, however
-            # it is cut later
+            # 4. advantages, or what else the objective learns from, of the whole batch, however it
+            # is cut later; chosen is the rollout, or those of its samples that it learns from (DPO)
             scores = functools.partial(score, job.net, job.objective, config)
-            chosen, advantages, log = job.objective.prepare(
-                rollout, rollout.rewards, scores)
+            chosen, batch, log = job.objective.prepare(rollout, rollout.rewards, scores)
 
-            # 5. replay under the log, loss, optimizer step
+            # 5. replay under the Shadow Mask, loss, optimizer step
             lr = learning_rate(config, run.step)
             log.update(update(
-                job.net, job.opt, job.objective, chosen, batch=advantages,
+                job.net, job.opt, job.objective, chosen, batch=batch,
                 config=config, lr=lr, teacher=job.teacher))
 
             # 6. log
-            log = dict(step=run.step, **facts(rollout, parts), **log, lr=lr,
+            log = dict(step=run.step, **facts(rollout, reward_parts), **log, lr=lr,
                        rollout_s=sampled - began, learn_s=time.monotonic() - sampled)
             log["tokens_per_s"] = log["tokens"] / max(log["rollout_s"], 1e-9)
-            report(job, batch[0], rollout, log)
+            report(job, problems[0], rollout, log)
             run.step += 1
         if run.finished and not run.interrupted:
             finish(job)
@@ -211,28 +212,29 @@ def update(net, opt, objective, rollout, batch, config, lr, teacher=None):
     student = None
     if config.distill and config.distill_by == "kl":
         student = config.distill_to
-    parts = micro_batches(rollout, len(policies), config.micro_rows, share=True)
-    before = [None] * len(parts)  # the learner's log-probs before the first update
-    done = []                     # the Metrics of each update
-    for _ in range(config.updates):
+    micro = micro_batches(rollout, len(policies), config.micro_rows, share=True)
+    old = [None] * len(micro)  # the learner's log-probs before the first update
+    done = []                  # the Metrics of each update
+    for number in range(config.updates):
+        is_first = number == 0
         metrics = Metrics(clip_frac=0.0, kl=0.0)
-        for i, indices in enumerate(parts):
-            say(f"update {len(done) + 1}/{config.updates}, micro-batch {i + 1}/"
-                f"{len(parts)}")
+        for i, indices in enumerate(micro):
+            say(f"update {number + 1}/{config.updates}, "
+                f"micro-batch {i + 1}/{len(micro)}")
             part = rollout.select(indices)
             slices = {name: values[indices] for name, values in batch.items()}
 
             # one forward pass under the logged mask scores both policies, (B, G, R) each
-            first = not done
             out = replay(
-                net, part, policies, distill_to=student, teacher=teacher, stats=first,
-                checkpointing=config.checkpointing, value=objective.value)
+                net, part, policies, distill_to=student, teacher=teacher,
+                stats=is_first, checkpointing=config.checkpointing,
+                value=objective.value)
 
             # the ratio to the learner is 1 on the first update: GRPO's loss is 0, not its gradient
             loss, numbers = objective.loss(
-                out, part=part, batch=slices, old=before[i], whole=rollout)
+                out, part=part, batch=slices, old=old[i], whole=rollout)
             if config.distill:
-                scale = slices["scale"]  # student and teacher: reduced like the loss
+                scale = slices["scale"]  # the KL is averaged over tokens as the loss is
                 if config.distill_on == "reward":
                     scale = scale * part.rewards.clamp(0, 1)[..., None]   # (B, G, R)
                 kl = (scale * distance(out, config)).sum()
@@ -241,9 +243,9 @@ def update(net, opt, objective, rollout, batch, config, lr, teacher=None):
             opt.backward(loss)
 
             metrics.add(loss=loss.item(), **numbers)
-            if first:
-                before[i] = out[config.learner].detach()
-                gap = (before[i] - part.logp_roll).abs()                  # (B, G, R)
+            if is_first:
+                old[i] = out[config.learner].detach()
+                gap = (old[i] - part.logp_roll).abs()                     # (B, G, R)
                 metrics.collect(part.mask, gap=gap, entropy=out["entropy"])
                 if "accept" in out:
                     metrics.collect(part.mask, accept=out["accept"])
@@ -251,7 +253,7 @@ def update(net, opt, objective, rollout, batch, config, lr, teacher=None):
         norm = opt.step(lr, config.grad_clip)
         metrics.add(grad_norm=norm, **opt.scaling)
         done.append(metrics)
-    opt.changed = False  # these weights are whole
+    opt.changed = False  # all updates of this rollout are done: the weights may be saved
     return summary(done)
 
 

@@ -35,8 +35,7 @@ DIGITS = (r"(?:\d{1,3}(?:,\d{3})+(?!\d)|\d{1,2}(?:,\d{2})+,\d{3}(?!\d)|\d+)(?:\.
 MONEY = r"(?:[$€£¥₹]|USD|EUR|GBP)"
 # no digits of a name or of its exponent (X7, x^2); a minus is a sign unless something stands right
 # before it; 3e4, 3 x 10^4 and 2^10 are one number each
-NUMBER = re.compile(
-    rf"(?P<odd>[\d.,]*{ODD}[\d.,{ODD}]*)"
+NUMBER = re.compile(rf"(?P<odd>[\d.,]*{ODD}[\d.,{ODD}]*)"
     r"|(?P<sign>(?<![\w)\]}^])[-+])?[$€£]?(?<![A-Za-z_\d^])(?<!\d\.)(?<!\^[-+])"
     rf"(?:(?:(?P<times>{DIGITS})\s*[x×·*]\s*)?(?P<base>{DIGITS})\s*\^(?P<power>[-+]?\d+)"
     rf"|(?P<digits>{DIGITS})(?:[eE](?P<exponent>[-+]?\d+))?)", re.ASCII)
@@ -73,15 +72,13 @@ OPENS = r"(?:\\?[(\[]|\{|(?<![\w)\]}$*_`.,!?%])[$*_`]{1,3})"
 PLAIN = [(re.compile(pattern), new) for pattern, new in (
     ("[\u00ad\u200b-\u200f\u2060-\u2064\ufeff]", ""),  # characters that nobody sees
     (STYLE, ""), (SKIP, r"\\,"), (r"\\neg[a-z]*space(?![A-Za-z]) ?", r"\\!"),
-    (r"\\([$%])", r"\1"),
-    (r"\\(?:times|cdot)(?![A-Za-z])", "×"),
+    (r"\\([$%])", r"\1"), (r"\\(?:times|cdot)(?![A-Za-z])", "×"),
     (r"\\(?:pm|mp)(?![A-Za-z])|\+ ?/ ?-", "±"),
     (r" ?\^ ?(?:\{ ?\\circ ?\}|\\circ(?![A-Za-z]))|\\(?:text)?degree(?![A-Za-z])", "°"),
     # thousands: 9{,}500, 9,\!500, 9\,500, 9~500, 9_500, 9'500
     (rf"(?<=\d)(?:(?:\\[a-z]+ ?)?\{{(?:[\s,~]|\\[,;:>! ])*\}} ?|\\math[a-z]+ ?,|{SPACE}|\\!"
      r"|,(?=(?:\\,)?(?:\\!|\{\}))|[_'‘’‛ʹʼˈ´′٬،‚＇])+(?=\d{3}(?!\d))", ","),
-    (r"(?:\\(?:text|math[a-z]+) ?)?\{([.,])\}", r"\1"),
-    # powers: x**4, 10^{4}, 10^( 4)
+    (r"(?:\\(?:text|math[a-z]+) ?)?\{([.,])\}", r"\1"), # powers: x**4, 10^{4}, 10^( 4)
     (r"((?<![A-Za-z\d_])[A-Za-z]|[\d)\]}])\*\*(?=[-+]?\d+(?![\d.,]*\*))", r"\1^"),
     (r"\^\s*[({]\s*(?:\\,\s*)?([-+]?)\s*(\d+)\s*[)}]", r"^\1\2"),
     # signs: minus 5, -(5), {-}5, x = - 5, -\,5
@@ -124,8 +121,7 @@ MARKED = [(re.compile(pattern), new) for pattern, new in (
      rf"|(?<=\d),{SPACE}+(?=\d{{3}}(?!\d))", ODD),
     # a part of one: 1/2, 2\pi, 42_{8}, 42k, $42!$, 42x, 42 + x, x + 42
     (rf"/[\s({{]*[-+]?[$€£]?(?=\.?\d)|\\over(?![A-Za-z])\s*|(?<=\d) over (?=\d)|(?<=\}})\{{{AHEAD}",
-     ODD),
-    (rf"(?<=\d)\s*{ROOT}", ODD),
+     ODD), (rf"(?<=\d)\s*{ROOT}", ODD),
     (r"(?<=\d)(?:_\{[^{}]*\}|\s?(?:[kK]|bn|mn)(?![A-Za-z])|!(?=\s*(?:[$}=]|\\[)\]])))", ODD),
     (r"(?<=\d)\s*(?:[-+*/×·]\s*)?[xyzn](?![A-Za-z\d])(?!\s*[$€£(]?\d)", ODD),
     (rf"(?<![A-Za-z\\])[xyzn](?:\^\d+)?\s*[-+*/×·]\s*{AHEAD}", ODD),
@@ -176,8 +172,7 @@ IS = r"(?:(?:is|ist|lautet|est|es|è|é|är|er|jest|là|это)\b|[是为為は�
 RIGHT = (r"(?:correct[aeo]?|corretta|correta|right|richtig\w{0,2}|juste|bonne|giusta|esatta|certa|"
          r"goed|正确|正確|对|정답)")
 LABEL = r"(?:die |el |l[ea] |l['’])?(?:option|choice|opción|opzione|opção|вариант|选项)?\s{0,9}"
-SAID = re.compile(
-    rf"{ANSWER}(?:\s{{1,9}}(?:{RIGHT}|finale?))?(?:\s{{0,9}}[:=—]|['’]s\s"
+SAID = re.compile(rf"{ANSWER}(?:\s{{1,9}}(?:{RIGHT}|finale?))?(?:\s{{0,9}}[:=—]|['’]s\s"
     rf"|\s{{0,9}}(?:{IS}|(?:would|should|must) be\b)\s{{0,9}}:?)\s{{0,9}}{LABEL}{ONE}"
     r"|(?:\b(?:choose|pick|select|go with|must be|it is|it's|ist die antwort|wähle|choisis|elijo|"
     rf"scelgo|escolho|kies|выбираю)\s{{1,9}}|[选選][择擇]?\s{{0,9}}){LABEL}{ONE}"
@@ -208,8 +203,7 @@ BESIDE = re.compile(rf"(?:\W|\b(?:{OR}|maybe|perhaps|possibly|else|also|either|b
 OR_ELSE = re.compile(rf".*(?:\b{OR}\b|[或和])\W*", re.IGNORECASE)
 INSTEAD = re.compile(r".*\b(?:rather|vs|versus|no|wait|actually|nein|eher|plutôt)\b\W*",
                      re.IGNORECASE)
-DRESS = re.compile(
-    r"[*`$\"“”]|^#+|\\[ ()[\]]|(?<!\w)_|_(?!\w)|</?answer>"
+DRESS = re.compile(r"[*`$\"“”]|^#+|\\[ ()[\]]|(?<!\w)_|_(?!\w)|</?answer>"
     r"|(?<!\w)['‘](?=[A-J]['’])|(?<=['‘][A-J])['’](?!\w)", re.MULTILINE)
 # where whole words begin and end
 BEFORE = r"(?<!\w)(?<!\w')(?<!-)(?<!\d[.,/])"

@@ -140,9 +140,8 @@ def coded_keys(rng, things=THINGS):
             yield key, str(code)
 
 
-# the tasks: rng -> facts to hide (their order is drawn later), supply of other sentences,
-# question, answer. The order in which a task draws is part of it: another order gives other
-# problems.
+# the tasks: rng -> facts to hide (their order is drawn later), supply of other sentences, question,
+# answer. The order in which a task draws is part of it: another order gives other problems.
 
 def needle(rng):
     thing = rng.choice(THINGS)
@@ -173,8 +172,7 @@ def list_(rng, things=THINGS):
 
 
 def own(rng):
-    # the second pair is a distractor: without it the only number in the text would be the
-    # answer
+    # the second pair is a distractor: without it the only number in the text would be the answer
     a, b = rng.sample(NAMES, 2)
     x, y = rng.sample(THINGS, 2)
     code, wrong = codes(rng, 2)
@@ -395,12 +393,11 @@ def listed(text, gold):
 
 
 def reward(problem, text):
-    """What the response text earns: 1.0 if it answers the problem, else 0.0, or whatever number
-    the rule of a task of your own returns. text: without stop tokens, which would be words of
-    it. Empty text, a thought, or a gold answer that its rule cannot read earns 0. Where the
-    problem names no rule it is the task's; problems from a file are then judged by their last
-    number if the gold answer is one number, else by their words. RewardError where a rule
-    returns no finite number."""
+    """What the response text earns: 1.0 if it answers the problem, else 0.0, or whatever number the
+    rule of a task of your own returns. text: without stop tokens, which would be words of it. Empty
+    text, a thought, or a gold answer that its rule cannot read earns 0. Where the problem names no
+    rule it is the task's; problems from a file are then judged by their last number if the gold
+    answer is one number, else by their words. RewardError where a rule returns no finite number."""
     text = after_thought(text, problem.thinks)
     if problem.rule == "auto" and problem.task in TASKS:
         rule = TASKS[problem.task][1]
@@ -453,16 +450,10 @@ def judge_together(batch, texts, what, tokens):
         raise RewardError(f"the reward of {what} {explain(e)}") from None
 
 
-TASKS = {
-    "needle": (needle, only_number),
-    "kv": (kv, in_form),
+TASKS = {"needle": (needle, only_number), "kv": (kv, in_form),
     "kv4": (functools.partial(kv, asked=4), in_form),
-    "kv16": (functools.partial(kv, asked=16), in_form),
-    "list": (list_, listed),
-    "own": (own, only_number),
-    "hop": (hop, only_number),
-    "sum": (sum_, last_number),
-}
+    "kv16": (functools.partial(kv, asked=16), in_form), "list": (list_, listed),
+    "own": (own, only_number), "hop": (hop, only_number), "sum": (sum_, last_number),}
 # tasks with a worked example: what makes it, of words that no problem names
 EXAMPLES = {"list": functools.partial(list_, things=PLACES)}
 
@@ -473,13 +464,12 @@ class Problems:
     task: a name in TASKS, a .jsonl file or gsm8k:FOLDER. tok: Tokenizer. tokens: longest prompt.
     n_eval: held-out problems wanted; a file may have fewer. eval_first: the number, in the task or
     among what the file holds out, of the first of them. template: arguments of the chat template.
-    skip_long: leave out what is longer than `tokens`. eval_task: a .jsonl file of the
-    held-out problems. shots: how many problems come first as examples, in every prompt. raw_text:
-    no chat template. control_tokens: text of such a prompt that spells a control token is one.
-    rule: a name, auto or in RULES, or a function of one's own. notes: lines that a user should
-    read. longest: tokens of the longest prompt, of a generated task at most. Raises ValueError,
-    naming the problem, for a prompt that is empty or too long, or an answer that no text can
-    match."""
+    skip_long: leave out what is longer than `tokens`. eval_task: a .jsonl file of the held-out
+    problems. shots: how many problems come first as examples, in every prompt. raw_text: no chat
+    template. control_tokens: text of such a prompt that spells a control token is one. rule: a
+    name, auto or in RULES, or a function of one's own. notes: lines that a user should read.
+    longest: tokens of the longest prompt, of a generated task at most. Raises ValueError, naming
+    the problem, for a prompt that is empty or too long, or an answer that no text can match."""
 
     def __init__(self, task, tok, seed, tokens, n_eval, template=None, skip_long=False,
                  eval_task="", shots=0, raw_text=False, rule="auto", eval_first=0,

@@ -71,7 +71,6 @@ from experiments.logs import (
     series,
 )
 from experiments.ttest import RANKED, holm, interval, p_value, signed_rank_p
-from model import find_checkpoint
 from run.settings import MAY_CHANGE, identity_of
 from support.checkpoint import HELD, check_whole, open_to_append, remove, write_text
 from support.configurator import (
@@ -81,6 +80,7 @@ from support.configurator import (
     joined,
     make_folder,
 )
+from support.hub import find_checkpoint
 from support.jsonfile import entry, printable, read_json, shown
 from support.run import (
     ADAPTERS,
@@ -95,8 +95,7 @@ from support.screen import one_line_errors, tell
 
 ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 TRAIN = os.path.join(ROOT, "train.py")
-OPTIONS = dict(
-    seeds=3,           # seeds 0, 1, 2, or as many from `first` on
+OPTIONS = dict(seeds=3,           # seeds 0, 1, 2, or as many from `first` on
     first=0,           # the first seed
     jobs=1,            # runs at a time
     threads=1,         # of each run
@@ -603,8 +602,7 @@ HEALTH = {  # column: text of an arm's cell
     "largest lr": lambda a: re.sub("e-0*", "e-", largest(a, "lr", "{:g}")),
     "KV kept": kv_text,
     "minutes": lambda a: f"{fmean(map(sum, series(a, 'seconds'))) / 60:.1f}",
-    "peak GB": lambda a: largest(a, "peak_gb", "{:.1f}"),
-}
+    "peak GB": lambda a: largest(a, "peak_gb", "{:.1f}"),}
 
 
 def comparisons_table(arms, named):

@@ -47,8 +47,7 @@ STYLES = ["-", (0, (5, 1.5)), (0, (5, 1.5, 1, 1.5)), (0, (1, 1.2))]
 RED, GREEN, BLUE, PINK, ORANGE, SKY, BLACK, GREY = COLOURS
 SOLID, DASHED, DASH_DOT, DOTTED = STYLES
 # of each method; what learns alike has one colour, PPO and DPO a dash of their own
-LOOKS = dict(
-    dense=(BLACK, DASHED), naive=(RED, SOLID), shadow=(GREEN, DASHED),
+LOOKS = dict(dense=(BLACK, DASHED), naive=(RED, SOLID), shadow=(GREEN, DASHED),
     smd=(BLUE, SOLID), tis=(PINK, DASH_DOT), mis=(ORANGE, SOLID),
     sparse_rl=(GREY, DASHED), bypass=(SKY, DASHED), anchor=(GREEN, DOTTED),
     smd_reverse=(BLUE, DASHED), ppo=(BLUE, DASH_DOT), ppo_naive=(RED, DASH_DOT),

@@ -48,27 +48,21 @@ BUDGET, WINDOW, SINKS = 24, 13, 2
 LAYER, HEAD = 3, 1  # the head whose matrix is drawn
 
 # colours that differ in lightness too, from the palette of Okabe and Ito
-KINDS = {
-    "s": ("#222222", "sink"),
-    "k": (curves.ORANGE, "chosen by votes"),
+KINDS = {"s": ("#222222", "sink"), "k": (curves.ORANGE, "chosen by votes"),
     "w": (curves.SKY, "window (the question)"),
-    ".": ("#D9D9D9", "evicted after the prompt"),
-    "r": (curves.GREEN, "response"),
-}
+    ".": ("#D9D9D9", "evicted after the prompt"), "r": (curves.GREEN, "response"),}
 CODE = curves.RED
 DARK, LIGHT = "#555555", "#888888"
 
 # prompts of four facts and a question: problem, samples and longest response, what is evicted
-EXAMPLES = {
-    "mask": (62, dict(group=2, max_new_tokens=5), Eviction(
+EXAMPLES = {"mask": (62, dict(group=2, max_new_tokens=5), Eviction(
         method="snapkv", budget=BUDGET, window=WINDOW, sinks=SINKS)),
     # one response is long enough to lose keys
     "rows": (12, dict(group=2, max_new_tokens=9, seed=1), Eviction(
         method="h2o", budget=24, window=1, sinks=1, response_budget=2, period=1)),
     # a method that keeps scattered keys
     "tiles": (52, dict(group=8, max_new_tokens=5), Eviction(
-        method="h2o", budget=24, window=1, sinks=1)),
-}
+        method="h2o", budget=24, window=1, sinks=1)),}
 
 
 def load():
@@ -201,8 +195,7 @@ def print_methods(net, tok):
 
 
 def draw_cache(ax, texts, kept, code):
-    """A row per prompt token, a column per layer and KV head. kept (L, nkv, K), code:
-    positions."""
+    """A row per prompt token, a column per layer and KV head. kept (L, nkv, K), code: positions."""
     P, nkv = len(texts), kept.shape[1]
     columns = [kinds(positions, P) for positions in kept.flatten(0, 1).tolist()]
     paint(ax, ["".join(letters) for letters in zip(*columns)], KINDS)
@@ -265,12 +258,10 @@ def draw_picture(net, tok, path):
         verdict = "right" if reward(task, text) == 1 else "wrong"
         said.append(f"{text.strip()} ({verdict})")
     _, shadow, _ = segments(P, lengths)[1 + len(lengths)]  # where shadow copies begin
-    note = (
-        "One long sequence: the prompt once,\nthen each response twice.\n"
+    note = ("One long sequence: the prompt once,\nthen each response twice.\n"
         f"Sample 1: {said[0]}; sample 2: {said[1]}.\n\n"
         "Dense copies see all prompt keys.\nShadow copies see what the sampler saw.\n\n"
-        f"A key is seen in rows before its until:\nevicted ones die at row {shadow}."
-    )
+        f"A key is seen in rows before its until:\nevicted ones die at row {shadow}.")
     write(right, len(until) - 1, 2, note, ha="right", va="top", fontsize=9,
           linespacing=1.4)
     legend(figure, KINDS.values(), ncols=len(KINDS))
@@ -371,13 +362,11 @@ def kept(out):
 # rows: what lives how long
 
 BARS = {  # colour, name
-    "kept": (curves.ORANGE, "prompt key that the sampler keeps"),
-    "evicted": ("#CFCFCF",
+    "kept": (curves.ORANGE, "prompt key that the sampler keeps"), "evicted": ("#CFCFCF",
                 "prompt key that it evicts: dies where the shadow copies begin"),
     "dense": (curves.GREEN, "response key in a dense copy: dies with its copy"),
     "shadow": (curves.BLUE, "response key in a shadow copy: dies with its copy"),
-    "gone": (curves.BLACK, "response key that the sampler evicts: dies at that step"),
-}
+    "gone": (curves.BLACK, "response key that the sampler evicts: dies at that step"),}
 
 
 def bars(rollout, layer, head):
@@ -455,8 +444,7 @@ ORDERS = "keys in row order", "keys sorted by until"
 PAIRS = {  # colour, name
     "f": (curves.BLUE, "seen, in a full tile: no mask"),
     "p": (curves.ORANGE, "seen, in a partial tile: with a mask"),
-    "h": ("#DCDCDC", "not seen, computed and masked"),
-}
+    "h": ("#DCDCDC", "not seen, computed and masked"),}
 ABOVE = {True: ("#A0A0A0", "above: kept prompt key"),
          False: ("black", "above: evicted prompt key")}
 
@@ -576,8 +564,7 @@ def tiles(out):
     head = LAYER * net.config.n_kv_head + HEAD
     small, tuned = (TILE_Q, TILE_K), (kernels.TILE_Q, kernels.TILE_K)
     tile = "tiles of {} x {}".format
-    cases = [
-        (f"{tile(*small)}, layer {LAYER}, KV head {HEAD}", until.tolist(), head),
+    cases = [(f"{tile(*small)}, layer {LAYER}, KV head {HEAD}", until.tolist(), head),
         ("the same of the rollout of mask", other.tolist(), head),
         (f"{tile(*tuned)}, the kernel's; prompt 8192, 8 responses of 256, 1024 keys "
          "kept at random", large.tolist(), 0)]
@@ -599,8 +586,7 @@ def draw_orders(path, rollout, until, orders):
         mine = [part for part in parts if part[0].startswith(policy)]
         sections.append((policy, mine[0][1], mine[-1][2]))
     names, firsts, lasts = zip(*sections)
-    figure, panels = curves.plotter().subplots(
-        1, 2, figsize=(9, 5.4), gridspec_kw=dict(
+    figure, panels = curves.plotter().subplots(1, 2, figsize=(9, 5.4), gridspec_kw=dict(
             left=0.07, right=0.995, bottom=0.12, top=0.87, wspace=0.06))
     for ax, order, (born, grid) in zip(panels, ORDERS, orders):
         draw_tiles(ax, until, born, grid=grid, stay=stay)

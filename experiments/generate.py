@@ -37,10 +37,8 @@ OPTIONS = {  # default, help
     "raw_text": (False, "prompt without chat template"),
     "control_tokens": (False, "with raw_text: text that spells a control token is one"),
     "device": ("auto", "auto: cuda if there is one; cpu (float32), cuda:N (bfloat16)"),
-    "group": (1, "samples"),
-    "max_new_tokens": (64, "longest response"),
-    "temperature": (0.0, "0: greedy"),
-    "seed": (0, "of the sampling"),
+    "group": (1, "samples"), "max_new_tokens": (64, "longest response"),
+    "temperature": (0.0, "0: greedy"), "seed": (0, "of the sampling"),
     "evict": ("snapkv", "eviction method"),
     "budget": (256, "prompt keys kept per layer and KV head"),
     "spread": ("uniform", "of the budget over layers and KV heads"),
@@ -49,8 +47,7 @@ OPTIONS = {  # default, help
     "pool": (7, "width over which votes are pooled, odd"),
     "pool_by": ("max", "of neighbouring votes"),
     "response_budget": (0, "response keys kept; 0: all"),
-    "period": (128, "steps between evictions of these"),
-}
+    "period": (128, "steps between evictions of these"),}
 CHOICES = dict(evict=list(EVICT), spread=list(SPREAD), pool_by=list(POOL))
 RANGES = dict(group=(1, 10**6), max_new_tokens=(1, 10**9), temperature=(0, 100),
               seed=(0, 2**40))
@@ -73,8 +70,7 @@ def arguments(argv=None):
     found = settings_of_run(asked.model, defaults=vars(asked))
     a.set_defaults(**found)
     asked = a.parse_args(argv)
-    asked.of_the_run = " ".join(
-        f"--{key}={value}" for key, value in found.items()
+    asked.of_the_run = " ".join(f"--{key}={value}" for key, value in found.items()
         if value is not False and value != "" and key != "shots"
         and getattr(asked, key) == value)
     return asked

@@ -150,15 +150,13 @@ def parts(folders=()):
     other_bases = {f"bases/{os.path.basename(folder)}":
                    [(arms(["dense", "naive", "shadow", "smd"], f"--model={folder}"),
                      ["--seeds=2"])] for folder in folders}
-    return {
-        "main": [(arms(MAIN), ["--seeds=8", f"--compare={COMPARE}"]),
+    return {"main": [(arms(MAIN), ["--seeds=8", f"--compare={COMPARE}"]),
                  (arms(OTHERS), ["--seeds=3"])],
         # the same without a GPU, in an hour on two cores: fewer seeds and evaluations
         "main-cpu": [(arms(MAIN), ["--seeds=3", f"--compare={COMPARE}", "--device=cpu",
                                    "--eval_every=25", "--eval_problems=128",
                                    "--eval_final=512"])],
-        "weights": [(weights, ["--seeds=3"])],
-        "budgets": [(budgets, ["--seeds=3"])],
+        "weights": [(weights, ["--seeds=3"])], "budgets": [(budgets, ["--seeds=3"])],
         "methods": [(methods, ["--seeds=2"])],
         "long": [(arms(["shadow", "smd"]), ["--seeds=3", "--steps=600", "--eval_every=50"])],
         "window": [(arms(["smd"], "--evict=recent", "--window=8", "--budget=22"),

@@ -96,8 +96,7 @@ def draw(runs, path):
     def evaluated(panel, **options):
         return partial(draw_evaluations, panel=panel, **options)
 
-    panels = dict(
-        A=partial(sampled, key="reward", ylabel="sampled reward",
+    panels = dict(A=partial(sampled, key="reward", ylabel="sampled reward",
                   ylim=curves.reward_limits(runs, ["reward"]),
                   title=f"Reward, mean of {last} steps"),
         B=partial(sampled, key="length", ylabel="tokens", ylim=(0, None),

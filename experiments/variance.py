@@ -78,8 +78,7 @@ from support.jsonfile import read_json
 from support.run import choose_device, write_text
 from support.screen import one_line_errors, say, tell
 
-OWN = dict(
-    prompts=8,              # sampled once and resampled by the bootstrap; 2 and more
+OWN = dict(prompts=8,              # sampled once and resampled by the bootstrap; 2 and more
     lengths="2,4,8,16,32,64,128,256,512",  # tokens, as far as the context reaches
     layers="all",           # whose gradient; last: by those of the last block
     resamples=1000,         # of the bootstrap; 100 and more
@@ -112,8 +111,7 @@ def score(model, rollout):
 
 
 def token_weights(dense, rollout):
-    """Per-token weights (B, G, R) of every arm but seq, whose weight is one number per
-    sample."""
+    """Per-token weights (B, G, R) of every arm but seq, whose weight is one number per sample."""
     ones = torch.ones_like(dense)
     tis, sparse_rl = (correction(name, dense, rollout.logp_roll, rollout.mask)
                       for name in ("tis", "sparse_rl"))
@@ -171,8 +169,7 @@ def log_weights(logp, other):
 
 
 def measure(model, ids, c, lengths):
-    """Roll out once, score, differentiate. -> per-sample numbers by length, fp64: see
-    summarise"""
+    """Roll out once, score, differentiate. -> per-sample numbers by length, fp64: see summarise"""
     say(f"sampling {c.prompts} x {c.group} responses of {lengths[-1]} tokens twice, "
         "from mu and from pi")
     mu = generate(model, ids, c.group, lengths[-1], temperature=c.temperature,
@@ -230,8 +227,7 @@ def log_ess(x):
 
 
 def log_floor(x):
-    """Log of a lower bound of Var W = E W^2 - 1; none where the mean of logs is not
-    positive."""
+    """Log of a lower bound of Var W = E W^2 - 1; none where the mean of logs is not positive."""
     return x.mean(-1).expm1().log()
 
 
@@ -313,9 +309,8 @@ def shrink(log_g, log_mean_g):
 def summarise(raw, lengths, times):
     """-> {quantity: see over_lengths}, natural logs; None where there is no finite number.
 
-    raw: log_w, log_w_shadow (samples of mu), log_w_pi (of pi), log_g_pi, log_g[arm]: lists
-    over lengths of (B, G); log_mean[arm], mean_weight[arm]: lists over lengths of
-    numbers."""
+    raw: log_w, log_w_shadow (samples of mu), log_w_pi (of pi), log_g_pi, log_g[arm]: lists over
+    lengths of (B, G); log_mean[arm], mean_weight[arm]: lists over lengths of numbers."""
     index = resample(len(raw["log_w"][0]), times)
 
     def each(f, *series):
@@ -326,8 +321,7 @@ def summarise(raw, lengths, times):
                   log_ess=each(log_ess, raw["log_w"]),
                   log_mean=each(log_mean, raw["log_w"]),
                   log_var_floor=each(log_floor, raw["log_w_pi"]),
-                  kl_pi_mu=each(plain_mean, raw["log_w_pi"]),
-                  # sampled, E_pi W
+                  kl_pi_mu=each(plain_mean, raw["log_w_pi"]), # sampled, E_pi W
                   log_second_moment_pi=each(log_mean, raw["log_w_pi"]),
                   log_var_shadow=each(log_var, raw["log_w_shadow"]))
     gradient = {}
@@ -489,8 +483,7 @@ def settings(argv):
     help_if_asked(argv, __doc__, ("settings", __file__, OWN),
                   ("those of train.py", train.__file__, others))
     argv = ["--figure=True" if arg == "--figure" else arg for arg in argv]
-    c = SimpleNamespace(**configure(DEFAULTS, argv, choices=CHOICES,
-                                    refused=REFUSED))
+    c = SimpleNamespace(**configure(DEFAULTS, argv, choices=CHOICES, refused=REFUSED))
     train.settings([f"--{k}={getattr(c, k)}" for k in train.DEFAULTS])  # its checks
     found = {parse(x) for x in c.lengths.split(",")}
     if not all(type(n) is int for n in found):

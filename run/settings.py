@@ -168,14 +168,6 @@ def needs_initial(config):
             or (config.distill > 0 and config.teacher == "initial"))
 
 
-def response_keys(config):
-    """Most keys of a response that are held at once, per layer and KV head."""
-    own = config.max_new_tokens - 1
-    if config.evict == "none" or not config.response_budget:
-        return own
-    return min(own, config.response_budget + config.period)
-
-
 def problems_at(config, step):
     """How many held-out problems the evaluation at a step is asked for. The one before the first
     step and the last two, whose mean is the result of a run, are the precise ones."""

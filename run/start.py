@@ -14,7 +14,7 @@ from data.files import files_of
 from data.rewards import RewardError, find_reward
 from data.tasks import Problems
 from data.tokenizer import Tokenizer
-from model import Transformer, find_checkpoint, read_config
+from model import Transformer
 from run.dry_run import PHASES, savings
 from run.evaluate import check_best
 from run.settings import (
@@ -23,9 +23,10 @@ from run.settings import (
     eviction_of_evaluation,
     identity_of,
     needs_initial,
-    response_keys,
 )
 from support import parallel
+from support.hf_config import read_config
+from support.hub import find_checkpoint
 from support.jsonfile import parse_object
 from support.lora import LoRA, frozen_base, targets_of
 from support.memory import memory_errors, memory_of, saving_if_memory_runs_out
@@ -210,7 +211,8 @@ def check_memory(config, net):
     """Raise ValueError for more samples at a time than memory can hold: of each at least the KV
     and the log of its response and one row of logits."""
     log = config.max_new_tokens * 4 * (3 + net.config.n_layer * net.config.n_kv_head)
-    keys = response_keys(config) * net.config.kv_bytes_per_token(net.dtype)
+    slots = eviction_of(config).response_slots(config.max_new_tokens)
+    keys = slots * net.config.kv_bytes_per_token(net.dtype)
     size = keys + log + 4 * net.vocab_used
     there = memory_of(config.device)
     fit = int(min(there, 1e18)) // size
@@ -284,7 +286,8 @@ def tell_cache(config, net):
         how += f", on average, spread {config.spread}"
     samples = config.prompts * config.group
     dense = samples * (config.prompt_tokens + config.max_new_tokens - 1) * per_token
-    held = config.prompts * slots // layers + samples * response_keys(config)
+    of_responses = eviction_of(config).response_slots(config.max_new_tokens)
+    held = config.prompts * slots // layers + samples * of_responses
     kept = held * per_token
     tell(f"{config.task}: prompts of up to {config.prompt_tokens} tokens, {keys} keys "
          f"kept per layer and KV head ({how}); a rollout of {config.prompts} x "

@@ -535,7 +535,8 @@ class Run:
             return
         with suppress(OSError):  # print may be what was interrupted
             name = signal.Signals(number).name
-            line = f"\n{name}: finishing this step, then saving; once more quits at once\n"
+            line = f"\n{name}: finishing this step, then saving; "
+            line += "once more quits at once\n"
             os.write(2, line.encode())
             if is_terminal(sys.stderr):  # where the cursor now is on a line of its own
                 LAST.stream = None

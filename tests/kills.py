@@ -3,6 +3,8 @@ Cut runs at random moments, let them go on, and compare them with one that nobod
 
     python tests/kills.py --runs=40     # a line per signal, a summary, exit code 1 if a run differs
     python tests/kills.py --runs=8 --seed=3 --cuts=2        # what was cut once is cut once more
+    python tests/kills.py --runs=8 --ranks=2                # torchrun in place of python
+    python tests/kills.py --runs=8 -- --lora_rank=2 --tracker=tensorboard   # more settings
 
 The idea. Real processes of `python train.py` and of `python -m experiments.ablate`, turn about, get
 SIGINT, SIGTERM, SIGHUP or SIGKILL; then the same command goes on. Weights, models, log (but for the
@@ -23,9 +25,11 @@ from collections import Counter
 
 import torch
 
-from support.checkpoint import UNFINISHED
-
 ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
+sys.path.insert(0, ROOT)
+
+from support.checkpoint import UNFINISHED  # noqa: E402
+
 STEPS = 4
 SETTINGS = ["--task=kv", "--prompt_tokens=64", "--max_new_tokens=5", "--budget=36", "--window=16",
             "--prompts=2", "--group=4", "--distill_on=all", "--eval_problems=4", "--eval_batch=1",
@@ -55,7 +59,9 @@ def state_of(x):
 def left_by(out):
     """{name: contents} of a run's folder, without what depends on clock and command."""
     found = {}
-    for base, _, files in os.walk(out):
+    for base, folders, files in os.walk(out):
+        if "tensorboard" in folders:
+            folders.remove("tensorboard")  # the clock is in its files
         for name in files:
             path = os.path.join(base, name)
             with open(path, "rb") as f:
@@ -97,11 +103,14 @@ def go_on(out):
     return []
 
 
-def start(out, log, ablate=None):
+def start(out, log, ablate=None, ranks=1):
     """The command as a user would repeat it. out: folder of the run. log: file for what is printed.
     ablate: folder of experiments.ablate, if that is to start the run. -> Cut"""
     env = {**os.environ, "OMP_NUM_THREADS": "1", MARK: out}
-    command, said = [sys.executable, "train.py", *SETTINGS, f"--out_dir={out}", *go_on(out)], log
+    command, said = [sys.executable], log
+    if ranks > 1:
+        command += ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={ranks}"]
+    command += ["train.py", *SETTINGS, f"--out_dir={out}", *go_on(out)]
     if ablate:
         command = [sys.executable, "-m", "experiments.ablate", "config/smd.py", *SETTINGS,
                    "--seeds=1", f"--out={ablate}"]
@@ -168,6 +177,8 @@ class Cut:
         if self.popen.poll() is not None:
             return f"{moment:5.2f} s  ended before", "none", step
         self.popen.send_signal(getattr(signal, name))
+        if self.stands()[0] == "end":  # on busy cores it came there meanwhile
+            phase = "end"
         return f"{moment:5.2f} s  {phase:10s} {step}", phase, step
 
     def wait(self):
@@ -208,7 +219,7 @@ def left_over(out):
     return found
 
 
-def run(folder, cuts, rng, ablate=False):
+def run(folder, cuts, rng, ablate=False, ranks=1):
     """One run, cut by these (signal, phase) in turn. -> its folder, what happened as text, phases
     that were met"""
     out, under = os.path.join(folder, "out"), None
@@ -218,11 +229,13 @@ def run(folder, cuts, rng, ablate=False):
         out = os.path.join(under, "smd", "0")
     events, met = [], []
     for name, phase in [*cuts, (None, None)]:
-        process, allowed = start(out, log, ablate=under), {0}
+        process, allowed = start(out, log, ablate=under, ranks=ranks), {0}
         if name:
             text, phase, step = process.send(name, phase, rng)
             met.append(phase)
             allowed = codes(name, phase)
+            if ranks > 1:  # torchrun has codes of its own
+                allowed |= {0, 1}
         code = process.wait()
         if code not in allowed:
             with open(log, errors="replace") as f:
@@ -236,28 +249,31 @@ def run(folder, cuts, rng, ablate=False):
 
 
 def main(argv):
-    options = dict(runs=40, seed=0, cuts=1)
+    options = dict(runs=40, seed=0, cuts=1, ranks=1)
+    if "--" in argv:
+        SETTINGS.extend(argv[argv.index("--") + 1:])
+        argv = argv[:argv.index("--")]
     for arg in argv:
         key, _, value = arg.removeprefix("--").partition("=")
         options[key] = int(value)
     rng, bad, met = random.Random(options["seed"]), 0, Counter()
     with tempfile.TemporaryDirectory() as top:
         os.mkdir(os.path.join(top, "whole"))
-        whole, _, _ = run(os.path.join(top, "whole"), [], rng)
+        whole, _, _ = run(os.path.join(top, "whole"), [], rng, ranks=options["ranks"])
         rows = left_by(whole)["log.jsonl"]
         rewards = [f"{r['eval_compressed']:.2f}" for r in rows if r["kind"] == "eval"]
         print(f"undisturbed: {len(rows)} lines of log, held-out reward {' '.join(rewards)}",
               flush=True)
         for i in range(options["runs"]):
             # every signal, alone and under ablate, meets one phase after the other
-            name, ablate = SIGNALS[i % 4], bool(i // 4 % 2)
+            name, ablate = SIGNALS[i % 4], bool(i // 4 % 2) and options["ranks"] == 1
             phase = [*PHASES][(i // 8 + i % 8) % len(PHASES)]
             folder = os.path.join(top, str(i))
             os.mkdir(folder)
             cuts = [(name, phase)] + [(name, p) for p in rng.choices([*PHASES],
                                                                     k=options["cuts"] - 1)]
             try:
-                out, text, phases = run(folder, cuts, rng, ablate=ablate)
+                out, text, phases = run(folder, cuts, rng, ablate=ablate, ranks=options["ranks"])
                 met.update(phases)
                 wrong = differences(whole, out)
                 text += "  equal" if not wrong else f"  DIFFERS in {', '.join(wrong)}"

@@ -454,9 +454,9 @@ def test_what_is_held():
 
 
 def test_the_rewards_in_the_docs():
-    """The table of docs/yours.md, from its logs."""
+    """The table of docs/lora.md, from its logs."""
     found, checked = logs.load(os.path.join(ROOT, "results", "lora")), 0
-    for line in open(os.path.join(ROOT, "docs", "yours.md")):
+    for line in open(os.path.join(ROOT, "docs", "lora.md")):
         what, *said = (cell.strip() for cell in line.strip("|\n").split("|"))
         if what in ("all weights", "LoRA, rank 8") and len(said) == 4:
             rank = "lora_rank=8 " if "LoRA" in what else ""
@@ -469,7 +469,7 @@ def test_the_rewards_in_the_docs():
 
 
 def test_the_counts_of_a_7b_model():
-    """As docs/yours.md has them: in bytes, of bf16 weights."""
+    """As docs/lora.md has them: in bytes, of bf16 weights."""
     with torch.device("meta"):
         net = Transformer(bench.config_of("qwen2.5-7b"))
     c = SimpleNamespace(lora_targets="all")
@@ -477,7 +477,7 @@ def test_the_counts_of_a_7b_model():
     weights = sum(p.numel() for p in net.parameters())
     twice, added = sum(a * b for a, b in shapes), 16 * sum(a + b for a, b in shapes)
     assert (weights, twice, added) == (7_615_616_512, 6_525_288_448, 40_370_176)
-    page = open(os.path.join(ROOT, "docs", "yours.md")).read()
+    page = open(os.path.join(ROOT, "docs", "lora.md")).read()
     lora, full = 2 * weights + 2 * twice + 16 * added, 18 * weights
     for number in (2 * weights, 2 * twice, 16 * added, lora, full):
         assert f"{number / 1e9:.1f}" in page, number

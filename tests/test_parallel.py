@@ -672,7 +672,7 @@ def test_a_reward_that_fails_on_one_rank(tmp_path):
 
 
 def test_the_kept_logs():
-    """The default run with two ranks and with one, as docs/yours.md tells it."""
+    """The default run with two ranks and with one, as docs/several-gpus.md tells it."""
     folder = os.path.join(ROOT, "results", "parallel")
     one, two = ([json.loads(line) for line in open(os.path.join(folder, f"kv4-{name}.jsonl"))]
                 for name in ("one", "two"))

@@ -53,7 +53,6 @@ from run.settings import (
     eviction_of_evaluation,
     identity_of,
     problems_at,
-    response_keys,
 )
 from run.start import check_memory, set_up
 from support.checkpoint import write_checkpoint
@@ -1144,9 +1143,8 @@ def test_which_compressed_cache_evaluates():
     assert eviction_of_evaluation(dense) == Eviction("rkv", **same)
     assert eviction_of(dense).method == "none"
     assert eviction_of(dense).response_budget is None
-    assert response_keys(dense) == dense.max_new_tokens - 1 == 16 == response_keys(own)
-    own.max_new_tokens = dense.max_new_tokens = 100
-    assert (response_keys(own), response_keys(dense)) == (16, 99)
+    assert [eviction_of(config).response_slots(R) for R in (17, 100)
+            for config in (own, dense)] == [16, 16, 16, 99]
     assert eviction_of_evaluation(train.settings([*keys, "--evict=none"])).method == "snapkv"
 
 

@@ -33,9 +33,9 @@ def rows_of(out):
 # the log
 
 def documented():
-    """{column: (where, meaning)} of the table of docs/yours.md."""
-    with open(os.path.join(ROOT, "docs", "yours.md")) as f:
-        section = f.read().split("\n## Watching\n")[1].split("\n## ")[0]
+    """{column: (where, meaning)} of the table of docs/watching.md."""
+    with open(os.path.join(ROOT, "docs", "watching.md")) as f:
+        section = f.read().split("\n## The columns of the log\n")[1].split("\n## ")[0]
     found = {}
     for names, where, meaning in re.findall(r"^\| (`.*?) \| (\w+) \| (.*) \|$", section, re.M):
         for name in re.findall(r"`(\w+)`", names):
