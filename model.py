@@ -126,6 +126,10 @@ class Attention(nn.Module):
             q = self.q_norm(q)
             k = self.k_norm(k)
         q, k = rotate(q, k, cos, sin)
+        if k.dtype == torch.float16:
+            # a key beyond 65,504 is infinite, scores -inf, and would be passed over without a
+            # word: as NaN it reaches the logits. Other overflows do by themselves
+            k = torch.add(k, k.detach(), alpha=0)
         return q, k, v
 
 

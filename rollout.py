@@ -268,8 +268,11 @@ def logged(cache, prompts, group, temperature, tokens, logps, stop):
     logps = logps.masked_fill(past, 0)
     # asked once and not at every step: NaN or inf among its logits makes a token's log-prob NaN
     if not logps.isfinite().all():
-        raise NotFinite("the model's logits hold NaN or inf: a weight is not finite, "
-                        "or training diverged")
+        why = "a weight is not finite, or training diverged"
+        if cache.response_k.dtype == torch.float16:
+            why = ("activations are beyond 65,504, where float16 ends, or training "
+                   "diverged; --dtype=bfloat16 or --dtype=float32 goes further")
+        raise NotFinite(f"the model's logits hold NaN or inf: {why}")
     if not cache.finite:
         method = cache.eviction.method
         raise NotFinite(f"eviction method {method!r} gave scores that are not finite")

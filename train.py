@@ -56,7 +56,7 @@ tracker = "none"         # also show the log in tensorboard (out_dir/tensorboard
 dry_run = False          # measure memory and time of the largest step, without out_dir, and end
 seed = 0
 device = "auto"          # auto: cuda if there is one; cpu, cuda, cuda:1
-dtype = "auto"           # of the weights: float32, bfloat16; auto: by size on cuda, else float32
+dtype = "auto"           # weights: float32, bfloat16, float16; auto: on cuda by size, else float32
 # model and task
 model = TINY             # a folder or a hub name; here the embedded checkpoint
 task = "kv4"             # needle, kv, kv4, kv16, list, own, hop, sum, a .jsonl file, gsm8k:FOLDER
@@ -240,7 +240,7 @@ def update(net, opt, objective, rollout, batch, config, lr, teacher=None):
                 kl = (scale * distance(out, config)).sum()
                 loss = loss + config.distill * kl
                 metrics.add(kl=kl.item())
-            loss.backward()
+            opt.backward(loss)
 
             metrics.add(loss=loss.item(), **numbers)
             if is_first:
@@ -250,7 +250,8 @@ def update(net, opt, objective, rollout, batch, config, lr, teacher=None):
                 if "accept" in out:
                     metrics.collect(part.mask, accept=out["accept"])
         metrics = Metrics.together(parallel.gather(metrics))
-        metrics.add(grad_norm=opt.step(lr, config.grad_clip))
+        norm = opt.step(lr, config.grad_clip)
+        metrics.add(grad_norm=norm, **opt.scaling)
         done.append(metrics)
     opt.changed = False  # all updates of this rollout are done: the weights may be saved
     return summary(done)

@@ -11,6 +11,8 @@ card it stands on.
     torchrun --standalone --nproc_per_node=2 -m experiments.bench cards
     python -m experiments.bench memory   # peak against prompt length, the longest prompt that fits
     python -m experiments.bench fit      # a step on a card of 16 or 24 GB: memory is capped
+    python -m experiments.bench evict    # sampling by length: a dense cache, an evicted one
+    python -m experiments.bench dtype    # gap of float16, bfloat16, float32 (--model=FOLDER)
     python -m experiments.bench all      # --quick: tiny shapes (all that a CPU is good for),
                                          # --out=FOLDER instead of out-bench
 
@@ -26,6 +28,7 @@ printed. Left out: several cards of a rival, serving engines (a trainer must loa
 into them at every step), quality of what is learned.
 """
 import functools
+import glob
 import json
 import os
 import random
@@ -45,9 +48,11 @@ from torch.nn.attention import flex_attention as flex
 import grpo
 import rollout as sampler
 import train
+from data.tokenizer import Tokenizer
 from experiments.attention import CUDA, DEVICE, allocated, clock, group_until, run, sync
-from kvcache import Eviction
-from model import Config, Transformer
+from fast.launch import kernels
+from kvcache import Eviction, KVCache
+from model import Config, Transformer, find_checkpoint
 from run.learn import score
 from shadow_attn import shadow_attention
 from support import parallel
@@ -184,8 +189,10 @@ COLUMNS = dict(
     rollout_gb=("rollout GB", "10.3f"), predicted_gb=("predicted", "10.3f"),
     over=("ratio", "7.2f"), learner_gb=("learner GB", "10.3f"),
     kv_mb=("kept KV MB", "12,.3f"), tokens=("tokens", "10,d"),
-    peak_gb=("peak GB", "8.2f"), first_s=("first s", "8.2f"), error=("differs", "8.1e"),
-    cuda_gb=("CUDA GB", "8.2f"))
+    keys=("keys", "8,d"), prefill_s=("prefill s", "9.3f"), card_gb=("card GB", "7d"),
+    gap=("gap", "9.1e"), gap_max=("largest", "9.1e"), dense_gap=("dense gap", "9.1e"),
+    dense_max=("largest", "9.1e"), peak_gb=("peak GB", "8.2f"),
+    first_s=("first s", "8.2f"), error=("differs", "8.1e"), cuda_gb=("CUDA GB", "8.2f"))
 
 
 class Report:
@@ -1082,6 +1089,201 @@ def short_attention(module, query, key, value, attention_mask, scaling=None, **_
     return out[0], None
 
 
+# evict
+
+def evict(report, name, work, lengths, budgets, steps, cards):
+    """Sampling with caches that evict prompt and response keys and with a dense one, in which the
+    samples of a prompt share it; then the longest responses that they have room for. lengths:
+    tokens of prompt and response of each table. cards: GB, None: this one."""
+    model = ours(name)
+    arms = {f"kept {n:,}, of the response too": Eviction(
+        "snapkv", budget=n, window=WINDOW, sinks=SINKS, response_budget=n) for n in budgets}
+    arms["dense, prompts shared"] = Eviction("none")
+    P, R = lengths[0]
+    for eviction in arms.values():  # compiles
+        attempt(stretch, model, name, replace(work, P=P, R=R), eviction, steps=steps)
+    for P, R in lengths:
+        report.table(
+            "sampling by what the cache keeps",
+            "keys tokens_s rollout_s ratio step_ms prefill_s share peak_gb kv_mb",
+            model=name, prompts=f"{work.B} x {work.G}", prompt=P, new_tokens=R,
+            timed=f"one prefill pass, and {steps} steps in the middle of the response "
+            "with a cache of random keys; rollout s and tokens/s follow from them")
+        for arm, eviction in arms.items():
+            report.add(arm, attempt(
+                stretch, model, name, replace(work, P=P, R=R), eviction, steps=steps))
+    P = lengths[0][0]
+    report.table(
+        "longest response that fits", "card_gb tokens peak_gb", model=name,
+        prompts=f"{work.B} x {work.G}", prompt=P, cap=CAP, bisected="to 5 %",
+        allocated="weights, cache, its log, a pass over the prompts, logits of a step")
+    if not CUDA:
+        report.add("all", dict(note="needs CUDA"))
+        return
+    for gb in cards:
+        for arm, eviction in arms.items():
+            report.add(arm, attempt(
+                longest_response, model, name, replace(work, P=P), eviction, gb=gb))
+
+
+@torch.no_grad()
+def stretch(model, name, work, eviction, steps):
+    """Some decoding steps in the middle of responses, where the cache is as long as it is on
+    average. -> row; ms: of a whole rollout, were all steps like these"""
+    S = work.B * work.G
+    release()
+    if CUDA:
+        torch.cuda.reset_peak_memory_stats()
+    cache = allocate(model, work, eviction)
+    stores = *cache.prompt_k, *cache.prompt_v, cache.response_k, cache.response_v
+    for store in stores:
+        store.normal_()
+    together = at_once(work)
+    began = now()
+    sampler.prefill_row(model, cache, drawn(name, together, work.P), 0)
+    prefill_s = (now() - began) * work.B / together
+    new = torch.zeros(S, dtype=torch.int64, device=DEVICE)
+
+    def step():  # as generate's
+        hidden = model(new, work.P + cache.t.expand(S), cache.attend)  # (S, C)
+        cache.advance()
+        logits = model.logits(hidden)                           # (S, V)
+        if kernels(logits):
+            new.copy_(sampler.sample_triton(logits, 1.0, 0, cache.t)[0])
+        else:
+            new.copy_(sampler.draw_token(logits, 1.0, None)[0])
+
+    first = (work.R - steps) // 2
+    go_to(cache, first)
+    step()
+    go_on = sampler.record(step, model.device) if CUDA else step
+    go_to(cache, first)
+    filled = cache.response_filled.item()
+    began = now()
+    for t in range(first + 1, first + steps + 1):
+        go_on()
+        cache.evict_responses(t)
+    step_s = (now() - began) / steps
+    filled = (filled + cache.response_filled.item()) / 2
+    seconds = prefill_s + (work.R - 1) * step_s
+    kept = cache.slots[0][0]
+    row = dict(
+        ms=1e3 * seconds, rollout_s=seconds, prefill_s=prefill_s, step_ms=1e3 * step_s,
+        tokens_s=S * work.R / seconds, keys=round(kept + filled), first_step=first,
+        kv_mb=cache.nbytes() / 1e6, peak_gb=allocated())
+    nbytes = step_bytes(name, work.B * kept, S, keys=filled)
+    return share(row, nbytes=nbytes, ms="step_ms")
+
+
+def allocate(model, work, eviction):
+    return KVCache(model.config, [work.P] * work.B, group=work.G, max_new_tokens=work.R,
+                   eviction=eviction, device=DEVICE, dtype=model.dtype)
+
+
+def at_once(work):
+    """Prompts in one prefill pass of generate's."""
+    return min(work.B, max(1, 16384 // work.P))
+
+
+def go_to(cache, t):
+    """Let the cache be where it is when t tokens of the responses were fed. Which keys were born
+    when does not change what is computed, so the last ones stay."""
+    cache.t.fill_(t)
+    cache.response_filled.fill_(t)
+    budget, period = cache.eviction.response_budget, cache.eviction.period
+    if budget is None:
+        return
+    last = t - t % period  # when keys were evicted
+    held = min(last, budget)
+    L, S, nkv, _ = cache.until.shape
+    born = torch.arange(last - held, last, device=cache.t.device).expand(S, nkv, -1)
+    cache.born = [born] * L
+    cache.response_filled.fill_(held + t - last)
+
+
+def longest_response(model, name, work, eviction, gb):
+    """The longest response that such a card has room for. gb: None: this card's. -> row"""
+    prompts = drawn(name, at_once(work), work.P)
+
+    @torch.no_grad()
+    def allocated_at(R):
+        cache = allocate(model, replace(work, R=R), eviction)
+        S = work.B * work.G
+        tokens = torch.empty(S, R, 12, dtype=torch.uint8, device=DEVICE)  # log-probs too
+        sampler.prefill_row(model, cache, prompts, 0)
+        logits = torch.empty(S, model.config.vocab_size, device=DEVICE)
+        return cache, tokens, logits
+
+    def measured(R):
+        return dict(gb=peak_gb(lambda: allocated_at(R)))
+
+    def peak(R):
+        out = attempt(measured, R)
+        if out.get("note", "out of memory") != "out of memory":
+            raise RuntimeError(out["note"])
+        return out.get("gb")
+
+    with capped(gb and gb - CONTEXT):
+        room = gb or (torch.cuda.mem_get_info()[0] + torch.cuda.memory_allocated()) / 1e9
+        R, peak_of_it, tried = longest(peak, room, 1024, 4096)
+    whole = torch.cuda.get_device_properties(DEVICE).total_memory / 1e9
+    notes = {None: "not even the shortest length tried",
+             CAP: "the cap: longer was not tried"}
+    return dict(card_gb=round(gb or whole), tokens=R, peak_gb=peak_of_it, tried=tried,
+                note=notes.get(R, ""))
+
+
+# dtype
+
+def dtype(report, name, work, lengths, model=""):
+    """How far the learner's log-probs lie from the sampler's, over the first tokens of the same
+    responses, under replay and under the dense policy. model: a checkpoint, given prompts from the
+    documents here; "": a named shape with random weights and tokens."""
+    folder = model and find_checkpoint(model)
+    report.table(
+        "learner against sampler, mean and largest |log-prob| difference of a token",
+        "tokens gap gap_max dense_gap dense_max", model=model or name, **work.facts,
+        tokens="of each response; stop tokens end none")
+    for kind in (torch.float16, torch.bfloat16, torch.float32):
+        found = attempt(gaps, folder, name, work, lengths=lengths, kind=kind)
+        for row in found.get("rows", [found]):  # found: a note
+            report.add(str(kind).removeprefix("torch."), row)
+
+
+def gaps(folder, name, work, lengths, kind):
+    """-> rows=[a row for each length]"""
+    if folder:
+        tok = Tokenizer(folder)
+        net = Transformer.from_pretrained(folder, device=DEVICE, dtype=kind)
+        net.use_tokens(len(tok), tok.absent)
+        prompts = documents(tok, work.B, work.P)
+    else:
+        net, prompts = ours(name, kind), drawn(name, work.B, work.P)
+    r = sampler.generate(net, prompts, work.G, work.R, eviction=work.eviction)
+    with torch.no_grad():
+        out = grpo.replay(net, r, ("dense", "shadow"))
+    rows = []
+    for n in lengths:
+        row = dict(tokens=n)
+        for policy, mean, largest in (("shadow", "gap", "gap_max"),
+                                      ("dense", "dense_gap", "dense_max")):
+            apart = (out[policy] - r.logp_roll)[..., :n].abs()  # (B, G, n)
+            row[mean], row[largest] = apart.mean().item(), apart.max().item()
+        rows.append(row)
+    return dict(rows=rows)
+
+
+def documents(tok, B, P):
+    """B prompts of P tokens, one after the other, of the documents of this repository."""
+    root = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
+    ids = []
+    for path in sorted(glob.glob(os.path.join(root, "docs", "*.md"))):
+        if len(ids) < B * P:
+            with open(path, encoding="utf-8") as f:
+                ids += tok.encode(f.read())
+    return [ids[b * P:(b + 1) * P] for b in range(B)]
+
+
 # the command line
 
 LONG = Work(B=8, P=8192, G=8, R=256, budget=1024)
@@ -1089,7 +1291,7 @@ GROUP = replace(LONG, B=1)
 TINY = Work(B=2, P=64, G=2, R=6, budget=48)
 SMOLLM, SMALL, QWEN, LARGE, _ = SHAPES
 PARTS = {part.__name__: part
-         for part in (attn, decode, learner, step, lora, cards, memory, fit)}
+         for part in (attn, decode, learner, step, lora, cards, memory, fit, evict, dtype)}
 BOTH = ("dynamic", "static")
 REQUESTS = dict(  # part -> arguments of each of its tables
     attn=[dict(nh=16, nkv=8, hs=128, work=GROUP, repeat=10),
@@ -1112,7 +1314,14 @@ REQUESTS = dict(  # part -> arguments of each of its tables
              (16, SMOLLM, 1000, 64, 128), (16, SMOLLM, 4000, 256, 512),
              (16, SMALL, 300, 256, 1024), (16, SMALL, 4000, 64, 512),
              (24, SMALL, 8000, 256, 1024), (24, QWEN, 1000, 64, 128),
-             (24, QWEN, 300, 256, 1024))])
+             (24, QWEN, 300, 256, 1024))],
+    evict=[dict(name=name, work=Work(B=8, P=0, G=8, R=0, budget=0), steps=128,
+                lengths=[(1024, 512), (1024, 2048), (1024, 8192), (1024, 32768),
+                         (4096, 512), (16384, 512), (65536, 512)],
+                budgets=(1024, 2048), cards=(24, 80, None))
+           for name in (SMALL, QWEN)],
+    dtype=[dict(name=SMALL, work=Work(B=4, P=1024, G=4, R=512, budget=256),
+                lengths=(64, 256, 512))])
 QUICK = dict(
     attn=[dict(nh=4, nkv=2, hs=16, work=replace(TINY, R=8), repeat=1)],
     decode=[dict(name="tiny", work=TINY, repeat=1, rivals=BOTH)],
@@ -1122,7 +1331,10 @@ QUICK = dict(
     cards=[dict(name="tiny", work=TINY, steps=1)],
     memory=[dict(name="tiny", lengths=[40, 64], sampled=replace(TINY, R=4),
                  learnt=TINY)],
-    fit=[dict(name="tiny", work=TINY, gb=1, steps=1)])
+    fit=[dict(name="tiny", work=TINY, gb=1, steps=1)],
+    evict=[dict(name="tiny", work=TINY, lengths=[(64, 60), (96, 20)], steps=4,
+                budgets=(48,), cards=(1,))],
+    dtype=[dict(name="tiny", work=TINY, lengths=(2, 6))])
 
 
 def version(name):
@@ -1151,18 +1363,20 @@ def arguments(argv=None):
     a.add_argument("part", choices=(*PARTS, "all"),
                    help="attention; sampling; a learner's forward and backward pass; a "
                    "whole training step, also with LoRA, also on several cards; "
-                   "memory; what fits a smaller card")
+                   "memory; what fits a smaller card; sampling by length; rounding")
     a.add_argument("--quick", action="store_true", default=not CUDA,
                    help="tiny shapes, in seconds; always so without CUDA")
     a.add_argument("--shape", choices=list(SHAPES),
                    help="only the tables of this model (attn has none)")
+    a.add_argument("--model", default="",
+                   help="of dtype: a folder or a hub name; else random weights")
     a.add_argument("--out", default="out-bench", type=os.path.expanduser,
                    help="folder for the numbers as JSON")
     return a.parse_args(argv)
 
 
 def request(a):
-    """-> {part: arguments of its tables}; makes the folder. Raises ValueError."""
+    """-> {part: arguments of its tables}; makes the folder. Raises ValueError, OSError."""
     wanted = {}
     for part, tables in (QUICK if a.quick else REQUESTS).items():
         tables = [t for t in tables if a.shape in (None, t.get("name"))]
@@ -1174,13 +1388,18 @@ def request(a):
     if parallel.size() > 1 and list(wanted) != ["cards"]:
         raise ValueError(
             f"{a.part} is of one card: say it without torchrun, which is for cards")
+    if a.model and list(wanted) != ["dtype"]:
+        raise ValueError(f"{a.part} does not use --model, which is of dtype")
+    if a.model:
+        find_checkpoint(a.model)
+        wanted["dtype"] = [dict(table, model=a.model) for table in wanted["dtype"]]
     make_folder(a.out)  # better now than after the first measurement
     return wanted
 
 
 def main(argv=None):
     a = arguments(argv)
-    with one_line_errors(ValueError):
+    with one_line_errors(ValueError, OSError):
         choose_device(SimpleNamespace(device="auto"))  # each rank its own card
         wanted = request(a)
     about = facts()

@@ -68,7 +68,7 @@ def changed(settings, config, key, value):
         return None
 
 
-@one_line_errors(ValueError, OSError, MemoryError)
+@one_line_errors(ValueError, OSError, MemoryError, FloatingPointError)
 def dry_run(job, settings, update):
     """Measure one step and an evaluation batch, then the same with other settings, and print what
     each takes. Weights stay: lr is 0. settings, update: those of train.py."""

@@ -78,6 +78,9 @@ def summary(done):
     log = dict(first.sums)
     of_the_ratio = ("clip_frac", "ratio", "kl_old")
     log.update({name: last[name] for name in of_the_ratio if name in last})
+    if "skipped" in last:  # of float16
+        log.update(loss_scale=last["loss_scale"],
+                   skipped=sum(metrics.sums["skipped"] for metrics in done))
     gap = first.tokens("gap")
     log.update(gap=gap.mean().item(), gap_max=gap.max().item(),
                entropy=first.tokens("entropy").mean().item())

@@ -40,13 +40,16 @@ def show(log):
     clip: clipped tokens; trunc: responses cut short; equal: groups whose samples all earned the
     same; grad: gradient norm; seconds of rollout + update. weight, rejected: mean weight of a
     correction, tokens that it drops; value, value_loss: of ppo; pairs, margin: of dpo; ref_kl: KL
-    to the initial model."""
+    to the initial model; skipped: updates left out, as a gradient of float16 was not finite."""
     named = [(name, name, ".3f") for name in log if name.startswith("reward_")]
     parts = [f"step {log['step']:4d}"]
     parts += [f"{short} {log[name]:{form}}" for name, short, form in [*COLUMNS, *named]
               if name in log]
     if "gap" not in log:
         parts.insert(2, "nothing replayed")
+    if log.get("skipped"):
+        parts.insert(1, f"skipped {log['skipped']:.0f}: gradient beyond float16, loss "
+                        f"scale now {log['loss_scale']:,.0f}")
     parts.append(f"grad {log['grad_norm']:.2f}")
     parts.append(f"{log['rollout_s']:.1f}+{log['learn_s']:.1f} s")
     return " | ".join(parts)
@@ -59,12 +62,15 @@ def report(job, problem, rollout, log):
     steps = job.config.steps
     run.log("step", log)
     stays = run.step % max(1, min(10, steps // 20)) == 0 or run.step == steps - 1
+    stays = stays or log.get("skipped", 0) > 0
     progress(show(log), end=f"eta {run.minutes_left():.1f} min", stays=stays)
     if run.step % job.config.save_every == 0 or run.step == steps - 1:
         prompt = job.tok.decode(rollout.prompts[0])
         for text in two_samples(job.tok, problem, rollout):
             run.append("samples.txt", f"--- step {run.step}\n{prompt}\n{text}")
     run.memory["kv"] = rollout.kv
+    if "skipped" in log:
+        run.memory["skipped"] = run.memory.get("skipped", 0) + int(log["skipped"])
     watch_idle(job, problem, rollout, log)
 
 
@@ -85,7 +91,7 @@ def watch_idle(job, problem, rollout, log):
     """Count the steps whose gradient was exactly 0; where many follow each other, say once what
     that may mean."""
     memory = job.run.memory
-    if log["grad_norm"]:
+    if log["grad_norm"] or log.get("skipped"):
         memory["in_a_row"] = 0
         return
     memory["idle"] = memory.get("idle", 0) + 1
@@ -157,6 +163,11 @@ def finish(job):
             so = "nothing was learned"
         tell(f"in {idle} of {run.step} steps the gradient was exactly 0, as where all "
              f"groups earn the same throughout: {so}")
+    skipped = run.memory.get("skipped", 0)
+    if skipped:
+        tell(f"{skipped} of {run.step * job.config.updates} updates were skipped, as "
+             "their gradients went beyond float16; the scale of the loss is now "
+             f"{job.opt.scale:,.0f}")
     tell_answers(*run.memory["answers"])
     tell("held-out reward with the compressed cache: "
          f"{first['eval_compressed']:.3f} -> {last['eval_compressed']:.3f} "

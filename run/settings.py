@@ -23,7 +23,7 @@ CHOICES = dict(
     distill_to=["dense", "shadow"], distill_by=["kl", "one_sided"],
     distill_on=["all", "reward"], teacher=["other", "initial"], pool_by=list(POOL),
     correction=["none", *CORRECTIONS], ratio_to=["learner", "sampler"],
-    norm=list(NORMS), dtype=["auto", "float32", "bfloat16"],
+    norm=list(NORMS), dtype=["auto", "float32", "bfloat16", "float16"],
     lr_schedule=["constant", "linear", "cosine"], tracker=["none", *TRACKERS])
 CUTS = "it cuts the support the learner scores, so every ratio would be biased"
 REFUSED = dict(top_p=CUTS, top_k=CUTS, min_p=CUTS)

@@ -44,10 +44,10 @@ EVALUATION = dict(step=int, eval_compressed=float, eval_dense=float)
 MEMORY = {  # of a run, as a checkpoint keeps it
     "evals": [EVALUATION], "answers": (ANSWERS, ANSWERS),
     "kv": dict(kept=int, dense=int, dense_shared=int), "best?": EVALUATION,
-    "idle?": int, "in_a_row?": int, "wandb?": str, "reward?": str}
+    "idle?": int, "in_a_row?": int, "skipped?": int, "wandb?": str, "reward?": str}
 NOT_LOADED = ("out of memory while the model was loaded, before the first step: it "
-              "needs a smaller model, --dtype=bfloat16 on a card that has it, or more "
-              "memory")
+              "needs a smaller model, weights of 16 bits (--dtype=bfloat16, on a card "
+              "without it float16), or more memory")
 
 
 @dataclass
@@ -189,7 +189,7 @@ def choose_dtype(config, folder):
     native = not cuda or torch.cuda.is_bf16_supported(including_emulation=False)
     if config.dtype == "bfloat16" and not native:
         raise ValueError(f"dtype=bfloat16: {torch.cuda.get_device_name()} has no such "
-                         "arithmetic, use --dtype=float32")
+                         "arithmetic, use --dtype=float16 or --dtype=float32")
     if config.dtype != "auto":
         return
     with torch.device("meta"):  # shapes alone

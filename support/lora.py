@@ -31,7 +31,7 @@ import torch
 
 from support.checkpoint import write_tensors, write_text
 from support.jsonfile import shown
-from support.optimizer import Masters, adamw
+from support.optimizer import Masters, adamw, first_scale
 
 ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
 TARGETS = (*ATTENTION, "gate_proj", "up_proj", "down_proj")
@@ -139,6 +139,7 @@ class LoRA(Masters):
             self.params += value.parameters()
             self.masters += value.parameters()
         self.optimizer = adamw(self.masters, c)
+        self.scale = first_scale(self.params)
         for p, parts in found.items():
             p.register_post_accumulate_grad_hook(partial(self.collect, parts))
 

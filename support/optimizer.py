@@ -1,10 +1,16 @@
 """
-fp32 master weights for a model that may hold bf16.
+fp32 master weights for a model that may hold bf16 or fp16.
 
 The idea. Sampler and learner read one set of (bf16) weights, so the policy that sampled is
 the policy that is scored. The optimizer owns fp32 copies, the masters, and rounds them down
 after each step: an update of 1e-6 is below bf16's spacing, so it must be summed up in fp32.
 Gradients of micro-batches add up in fp32 too.
+
+fp16 has three more bits than bf16, so sampler and learner are nearer to each other (2510.26788),
+but ends at 65,504 and 6e-8. Gradients lie near its lower end: the loss is multiplied by a scale,
+a power of two, and the masters' gradients are divided by it. Where a gradient is infinite the
+scale was too large: it is halved, and the step left out. After many good steps it is doubled.
+Loss scaling: 1710.03740.
 """
 from functools import partial
 
@@ -12,10 +18,22 @@ import torch
 
 from support.parallel import sum_gradients
 
+FIRST_SCALE = 2.0**16  # of the loss, where weights are fp16
+LARGEST_SCALE = 2.0**24
+GOOD_STEPS = 200       # with finite gradients, after which the scale is doubled
+BEYOND = ("beyond 65,504, where float16 ends (--dtype=bfloat16 or --dtype=float32 goes "
+          "further)")
+
 
 def adamw(params, c):
     return torch.optim.AdamW(
         params, lr=c.lr, betas=(0.9, c.beta2), weight_decay=c.weight_decay, fused=True)
+
+
+def first_scale(params):
+    """Of the loss where a parameter is fp16, else None."""
+    half = any(p.dtype == torch.float16 for p in params)
+    return FIRST_SCALE if half else None
 
 
 class Masters:
@@ -25,9 +43,12 @@ class Masters:
     c: settings with lr, beta2 and weight_decay. value: PPO's value head, an fp32 module
     that is trained and saved with the model's weights. changed: is an update on its way whose
     weights are not to be saved? A step sets it, and who asks for steps sets it back after the
-    last."""
+    last. scale: of the loss, None but for fp16; good: finite steps since it was last changed.
+    scaling: of fp16, what the log says of the last step."""
 
     changed = False
+    good = 0
+    scaling = {}
 
     def __init__(self, model, c, value=None):
         self.params = list(model.parameters())
@@ -36,6 +57,7 @@ class Masters:
         self.masters = [p if p.dtype in (torch.float32, torch.float64)  # of tests
                         else p.detach().float().requires_grad_() for p in self.params]
         self.optimizer = adamw(self.masters, c)
+        self.scale = first_scale(self.params)
         for p, master in self.copies():
             p.register_post_accumulate_grad_hook(partial(self.collect, master))
 
@@ -54,13 +76,31 @@ class Masters:
             master.grad.add_(p.grad)
         p.grad = None
 
+    def backward(self, loss):
+        """The gradients of a loss () are added to the masters', times the scale. Raises
+        FloatingPointError if the loss of an fp16 model is not finite: its activations are not, and
+        no scale mends that."""
+        if self.scale is None:
+            loss.backward()
+            return
+        if not loss.isfinite():
+            raise FloatingPointError(
+                f"the loss is {loss.item()}: activations are {BEYOND}, or training "
+                "diverged")
+        (self.scale * loss).backward()
+
     def step(self, lr, grad_clip):
         """Add up the gradients of all ranks, clip, update the masters, copy them down. -> gradient
         norm before clipping. One of exactly 0 changes nothing, neither weights nor moments: AdamW
-        would go on by its momentum, at the full rate. Raises FloatingPointError, before anything is
-        changed, if the norm is not finite."""
+        would go on by its momentum, at the full rate. Nor does one of fp16 that is not finite,
+        which halves the scale; it counts as 0. Raises FloatingPointError, before anything is
+        changed, if the norm is not finite and no scale can help."""
         sum_gradients(self.masters)
+        if self.scale is not None:
+            self.unscale()
         norm = torch.nn.utils.clip_grad_norm_(self.masters, grad_clip)
+        if self.scale is not None and self.rescale(norm):
+            norm = torch.zeros(())
         if not norm.isfinite():
             raise FloatingPointError(f"the gradient's norm is {norm.item()}: "
                                      "the weights were left as they are; lower lr?")
@@ -76,17 +116,48 @@ class Masters:
         return norm.item()
 
     @torch.no_grad()
+    def unscale(self):
+        for master in self.masters:
+            if master.grad is not None:
+                master.grad.div_(self.scale)
+
+    def rescale(self, norm):
+        """Change the scale by what the norm of the gradients says. All ranks have the same norm.
+        -> is this step to be left out?"""
+        skipped = not norm.isfinite()
+        if skipped and self.scale <= 1:
+            raise FloatingPointError(
+                f"the gradient's norm is {norm.item()} at a scale of 1: gradients are "
+                f"{BEYOND}; the weights were left as they are")
+        if skipped:
+            self.scale /= 2
+            self.good = 0
+        elif norm > 0:
+            self.good += 1
+        if self.good == GOOD_STEPS:
+            self.scale = min(2 * self.scale, LARGEST_SCALE)
+            self.good = 0
+        self.scaling = dict(loss_scale=self.scale, skipped=int(skipped))
+        return skipped
+
+    @torch.no_grad()
     def copy_down(self):
         for p, master in self.copies():
             p.copy_(master)
 
     def state(self):
         """What a checkpoint keeps. Raises FloatingPointError if a weight is not finite."""
-        if not all(master.isfinite().all() for master in self.masters):
+        weights = self.masters
+        if self.scale is not None:  # a master may be finite where its copy is not
+            weights = [*weights, *self.params]
+        if not all(weight.isfinite().all() for weight in weights):
             raise FloatingPointError(
                 "weights are no longer finite: they are not saved; lower lr?")
-        return dict(masters=[master.detach() for master in self.masters],
-                    optimizer=self.optimizer.state_dict())
+        state = dict(masters=[master.detach() for master in self.masters],
+                     optimizer=self.optimizer.state_dict())
+        if self.scale is not None:
+            state.update(scale=self.scale, good=self.good)
+        return state
 
     @torch.no_grad()
     def load(self, state, name="ckpt.pt"):
@@ -105,9 +176,20 @@ class Masters:
             fits = False
         if not fits:
             raise ValueError(f"{name}: its optimizer state does not fit the model")
+        if self.scale is not None:
+            self.load_scale(state, name)
         for master, x in zip(self.masters, saved):
             master.copy_(x)
         self.copy_down()
+
+    def load_scale(self, state, name):
+        scale, good = state.get("scale"), state.get("good")
+        if not (type(scale) is float and 1 <= scale <= LARGEST_SCALE
+                and type(good) is int and 0 <= good < GOOD_STEPS):
+            raise ValueError(
+                f"{name}: it holds no scale of the loss, which float16 needs")
+        self.scale = scale
+        self.good = good
 
     def has_moments(self, master):
         """Has AdamW what it needs of a weight, or, before its first gradient, nothing?"""

@@ -11,8 +11,10 @@ import torch
 
 import grpo
 import rollout
-from conftest import Ranks
+from conftest import TINY, Ranks
+from data.tokenizer import Tokenizer
 from experiments import bench
+from kvcache import Eviction, KVCache
 from support import parallel
 
 pytestmark = pytest.mark.skipif(
@@ -41,7 +43,7 @@ def test_every_part_writes_its_numbers(results):
         for table in r["tables"]:
             base = table["rows"][0].get("ms")
             for row in table["rows"]:
-                said = row.get("note") or "kv_bytes" in row or "error" in row
+                said = row.get("note") or {"kv_bytes", "error", "gap"} & row.keys()
                 assert row.get("ms", 0) > 0 or said, row
                 if "ms" in row and base:
                     assert row["ratio"] == pytest.approx(row["ms"] / base)
@@ -173,6 +175,80 @@ def test_lora_rows(results):
         import trl  # noqa: F401
     except ImportError:
         assert "pip install" in r["TRL with peft, bfloat16"]["note"]
+
+
+def test_evict_rows(results):
+    """Of both caches at each length; the decoded stretch lies in the middle of the response."""
+    tables = results["evict"]["tables"]
+    for table, (P, R) in zip(tables, bench.QUICK["evict"][0]["lengths"]):
+        kept, dense = table["rows"]
+        for row in (kept, dense):
+            seconds = row["prefill_s"] + (R - 1) * row["step_ms"] / 1e3
+            assert row["rollout_s"] == pytest.approx(seconds) == row["ms"] / 1e3
+            assert row["tokens_s"] == pytest.approx(4 * R / seconds)
+            assert row["first_step"] == (R - 4) // 2
+        assert dense["keys"] == P + R // 2 and kept["keys"] < dense["keys"]
+        assert kept["kv_mb"] < dense["kv_mb"]
+        # 2 layers x 2 KV heads of 8 in fp32, keys and values: one prompt for 2 samples
+        assert dense["kv_mb"] * 1e6 == 256 * (2 * P + 4 * (R - 1))
+    assert tables[-1]["rows"][0]["note"] == "needs CUDA" and len(tables) == 3
+
+
+def test_a_cache_in_the_middle_of_a_response(monkeypatch):
+    """Holds as many keys as one that was decoded up to there, and evicts as many, when it does."""
+    model, work = bench.ours("tiny"), replace(WORK, R=60)
+    eviction = Eviction("snapkv", budget=48, window=8, response_budget=12, period=8)
+
+    def held(cache):
+        return cache.t.item(), cache.response_filled.item(), [x.shape for x in cache.born]
+
+    real, seen = KVCache.evict_responses, []
+
+    def evict(cache, t):
+        seen.append(held(cache))
+        real(cache, t)
+        seen.append(held(cache))
+
+    monkeypatch.setattr(KVCache, "evict_responses", evict)
+    rollout.generate(model, bench.drawn("tiny", 1, 64), 2, 60, eviction=eviction)
+    decoded = [*seen]
+    allocate, cache = bench.allocate, None
+    monkeypatch.setattr(bench, "allocate", lambda *_: cache)
+    for first in (5, 8, 22, 37, 48):  # before anything goes, at an eviction, between two
+        seen.clear()
+        cache = allocate(model, work, eviction)
+        bench.go_to(cache, first)
+        assert held(cache) == decoded[2 * first - 1]
+        bench.stretch(model, "tiny", replace(work, R=2 * first + 9), eviction, steps=9)
+        assert seen == decoded[2 * first:2 * first + 18]
+        assert (cache.until.min() < 60) == (first > 5)  # 8 keys are no more than the budget
+    bench.go_to(cache, 21)
+    assert held(cache) != decoded[2 * 22 - 1]  # control
+
+
+def test_dtype_rows(results, tmp_path):
+    """Longer responses hold the shorter ones; the dense policy is far from the sampler. With a
+    checkpoint, prompts are text."""
+    bench.main(["dtype", f"--model={TINY}", f"--out={tmp_path}"])
+    real = json.loads((tmp_path / "bench-dtype-cpu.json").read_text())
+    for result in (results["dtype"], real):
+        table = result["tables"][0]
+        found = {(row["name"], row["tokens"]): row for row in table["rows"]}
+        assert len(found) == 6
+        for name in ("float16", "bfloat16", "float32"):
+            short, long = found[name, 2], found[name, 6]
+            assert 0 < long["gap"] < long["gap_max"] >= short["gap_max"]
+            assert long["gap"] < 0.1 * long["dense_gap"]
+        gaps = [found[name, 6]["gap"] for name in ("float32", "float16", "bfloat16")]
+        assert gaps == sorted(gaps)
+    assert table["facts"]["model"] == TINY
+    tok = Tokenizer(TINY)
+    one, two = bench.documents(tok, 2, 50)
+    assert len(one) == len(two) == 50 and one != two and tok.decode(one).strip()
+    with pytest.raises(SystemExit, match="evict does not use --model"):
+        bench.main(["evict", f"--model={TINY}", f"--out={tmp_path}"])
+    with pytest.raises(SystemExit, match="^error: './none': no such folder"):
+        bench.main(["dtype", "--model=./none", f"--out={tmp_path}"])
 
 
 def two_ranks(out):

@@ -92,21 +92,23 @@ def test_the_tokenizer_goes_along(finished):
             assert a.read() == b.read()
 
 
-def test_bfloat16_is_written_as_it_was_sampled(tmp_path):
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_16_bits_are_written_as_they_were_sampled(dtype, tmp_path):
     """The masters rounded, not the masters; config.json names the type."""
     out = str(tmp_path / "out")
-    train_here("--dtype=bfloat16", "--steps=1", "--lr=1e-2", f"--out_dir={out}")
+    name_of_it = str(dtype).removeprefix("torch.")
+    train_here(f"--dtype={name_of_it}", "--steps=1", "--lr=1e-2", f"--out_dir={out}")
     found = load_file(os.path.join(out, "model", "model.safetensors"))
     masters = trained(TINY, out).tensors()
-    assert {x.dtype for x in found.values()} == {torch.bfloat16}
+    assert {x.dtype for x in found.values()} == {dtype}
     assert len(found) == len(masters)
     for name, master in masters.items():
-        assert torch.equal(found["model." + name], master.bfloat16())
-    assert not all(torch.equal(m, m.bfloat16().float()) for m in masters.values())
+        assert torch.equal(found["model." + name], master.to(dtype))
+    assert not all(torch.equal(m, m.to(dtype).float()) for m in masters.values())
     with open(os.path.join(out, "model", "config.json")) as f:
-        assert json.load(f)["dtype"] == "bfloat16"
+        assert json.load(f)["dtype"] == name_of_it
     hf = AutoModelForCausalLM.from_pretrained(os.path.join(out, "model"))
-    assert hf.dtype == torch.bfloat16
+    assert hf.dtype == dtype
 
 
 @pytest.mark.skipif(not REAL, reason="SMD_REAL_WEIGHTS names no folder")

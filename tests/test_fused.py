@@ -13,8 +13,8 @@ from conftest import CUDA, DEVICE, INTERPRET, beside_interpreter, kernel
 from fast import fused, launch
 
 KERNELS = "not interpreter"  # tests that run in the interpreter
-DTYPES = [torch.float32] + [torch.bfloat16] * CUDA
-TOLERANCE = {torch.float32: 1e-6, torch.bfloat16: 6e-3}
+DTYPES = [torch.float32, torch.float16] + [torch.bfloat16] * CUDA
+TOLERANCE = {torch.float32: 1e-6, torch.float16: 1e-3, torch.bfloat16: 6e-3}
 
 
 def error(got, want):

@@ -239,6 +239,17 @@ def check_names(r):
     assert join_parts(parallel.gather({"right": [1]} if r else None)) == {"right": [1]}
 
 
+def check_skipping(r):
+    """What overflows float16 on rank 1 alone is skipped by both."""
+    net = toy(dtype=torch.float16)
+    _, _, opt = learner(net)
+    for gradient, skipped in ((1.0 if r else 0.25, 1), (0.25, 0)):
+        opt.backward(sum(p.float().sum() for p in net.parameters()) * gradient)
+        assert (opt.step(1e-2, 1.0) == 0) == skipped
+        assert opt.scaling == dict(loss_scale=2**15, skipped=skipped)
+    parallel.check_equal(opt.masters, "the weights")
+
+
 def talk():
     r = parallel.rank()
     assert parallel.size() == 2 and parallel.launched()
@@ -286,6 +297,7 @@ def talk():
     with pytest.raises(ValueError, match="the weights of rank 1 are not those of rank 0"):
         parallel.check_equal([a, b], "the weights")
     check_names(r)
+    check_skipping(r)
 
     assert parallel.attempt(RewardError, lambda: r) == r
     print(f"{r} is here", flush=True)

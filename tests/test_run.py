@@ -858,13 +858,14 @@ def test_what_auto_means(monkeypatch):
             (new, 2_000_000, "cuda", "bfloat16", "bfloat16"),
             (old, 2_000_000, "cpu", "bfloat16", "bfloat16"),
             (old, 1_000_000, "cuda", "auto", "float32"),
+            (old, 1_000_000, "cuda", "float16", "float16"),
             (old, 1_000_000, "cuda", "bfloat16", None)):  # emulated: refused
         monkeypatch.setattr(run.start, "BFLOAT16_FROM", limit)
         for name, function in card.items():
             monkeypatch.setattr(torch.cuda, name, function)
         c = SimpleNamespace(device=device, dtype=asked)
         if want is None:
-            with pytest.raises(ValueError, match="has no such arithmetic, use --dtype=float32"):
+            with pytest.raises(ValueError, match="no such arithmetic, use --dtype=float16 or"):
                 run.start.choose_dtype(c, TINY)
             continue
         run.start.choose_dtype(c, TINY)

@@ -188,9 +188,10 @@ def test_ref_gpu():
 
 @kernel
 @pytest.mark.parametrize("impl", ON_CARD)
-def test_real_blocks(impl, monkeypatch):
+@pytest.mark.parametrize("dtype", (torch.float32, torch.float16), ids=str)
+def test_real_blocks(impl, dtype, monkeypatch):
     monkeypatch.undo()  # the blocks used for real: several per tile
-    check_case(impl, DEVICE, torch.float32, N=131, hs=16, heads=(2, 1))
+    check_case(impl, DEVICE, dtype, N=131, hs=16, heads=(2, 1))
 
 
 @beside_interpreter

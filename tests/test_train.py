@@ -13,6 +13,7 @@ import grpo
 import objectives.ppo
 import run.report
 import run.start
+import support.optimizer
 import train
 from conftest import (
     EVICTION,
@@ -38,7 +39,7 @@ from conftest import (
 from data.tasks import TASKS, Problems, prompt_encoder
 from data.tokenizer import Tokenizer
 from grpo import advantages, replay
-from kvcache import EVICT, SPREAD, Eviction
+from kvcache import EVICT, SPREAD, Eviction, NotFinite
 from model import Transformer
 from objectives.dpo import DPO
 from rollout import generate
@@ -54,6 +55,7 @@ from run.settings import (
     problems_at,
 )
 from run.start import check_memory, set_up
+from support.checkpoint import write_checkpoint
 from support.run import read_list
 
 # a whole run
@@ -577,8 +579,13 @@ def test_numbers_of_several_updates():
 
 # the optimizer
 
+def with_gradient(net, opt, gradient):
+    """Let the gradient of every trained number be this one."""
+    opt.backward(sum(p.float().sum() for p in net.parameters() if p.requires_grad) * gradient)
+
+
 @pytest.mark.parametrize("rank", [0, 4])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_a_step_without_a_gradient_changes_nothing(rank, dtype):
     """Neither weights nor moments, with decay and momentum from steps before; nor the count that
     AdamW corrects its bias by. Control: the smallest gradient moves them."""
@@ -590,13 +597,13 @@ def test_a_step_without_a_gradient_changes_nothing(rank, dtype):
         return [x.detach().clone() for x in [*net.parameters(), *opt.masters, *moments]]
 
     def step(gradient):
-        sum(p.sum() for p in net.parameters() if p.requires_grad).mul(gradient).backward()
+        with_gradient(net, opt, gradient)
         return opt.step(1e-2, 1.0)
 
     for _ in range(2):  # of LoRA the first moves B alone
-        assert step(1.0) > 0
-    before = state()
-    assert step(0.0) == 0 and all(map(torch.equal, before, state()))
+        assert step(0.5) > 0
+    before, good = state(), opt.good
+    assert step(0.0) == 0 and all(map(torch.equal, before, state())) and opt.good == good
     assert all(m.grad is None for m in opt.masters)
     assert step(1e-3) > 0 and not any(map(torch.equal, before[-3:], state()[-3:]))
 
@@ -769,6 +776,141 @@ def test_bf16_weights_and_fp32_masters():
     assert all((m.grad == 257).all() for m in opt.masters)
     a, b = torch.tensor(256.0, dtype=torch.bfloat16), torch.tensor(1.0, dtype=torch.bfloat16)
     assert (a + b).item() == 256
+
+
+@pytest.mark.parametrize("rank", [0, 4])
+def test_float16_skips_what_overflows(rank, monkeypatch):
+    """2**16 times a gradient of 1 is infinite in float16: the scale is halved and nothing else
+    changes; then the same gradient is clipped and learned from as it is, not as it was scaled."""
+    monkeypatch.setattr(support.optimizer, "GOOD_STEPS", 2)
+    net = toy(dtype=torch.float16)
+    _, _, opt = learner(net, lora_rank=rank)
+    assert opt.scale == 2**16
+    before = [x.detach().clone() for x in [*net.parameters(), *opt.masters]]
+    with_gradient(net, opt, 1.0)
+    assert opt.step(1e-2, 1.0) == 0 and not opt.optimizer.state and not opt.changed
+    assert all(map(torch.equal, before, [*net.parameters(), *opt.masters]))
+    assert all(m.grad is None for m in opt.masters)
+    assert opt.scaling == dict(loss_scale=2**15, skipped=1) and opt.scale == 2**15
+
+    with_gradient(net, opt, 1.0)
+    norm = opt.step(1e-2, 1.0)
+    assert opt.scaling == dict(loss_scale=2**15, skipped=0) and opt.good == 1
+    assert not any(map(torch.equal, before[-1:], opt.masters[-1:]))
+    # the control: float32, whose gradients are neither scaled nor skipped
+    exact = toy()
+    _, _, other = learner(exact, lora_rank=rank)
+    with_gradient(exact, other, 1.0)
+    assert other.step(1e-2, 1.0) == pytest.approx(norm, rel=1e-3) and other.scaling == {}
+    assert other.scale is None and "scale" not in other.state()
+    if not rank:
+        assert norm == pytest.approx(sum(p.numel() for p in net.parameters()) ** 0.5)
+        moments = [opt.optimizer.state[m]["exp_avg"] for m in opt.masters]
+        assert all(torch.allclose(x, x.new_tensor(0.1 / norm)) for x in moments)
+
+    with_gradient(net, opt, 0.0)
+    opt.step(1e-2, 1.0)
+    assert opt.scale == 2**15 and opt.good == 1  # nothing to learn from says nothing of the scale
+    with_gradient(net, opt, 0.25)
+    opt.step(1e-2, 1.0)
+    assert opt.scale == 2**16 and opt.good == 0  # doubled after two good ones
+
+
+def test_float16_without_a_way_out(monkeypatch):
+    """What no scale mends ends in a line that names the other types, and changes nothing."""
+    net = toy(dtype=torch.float16)
+    _, _, opt = learner(net)
+    before = [m.detach().clone() for m in opt.masters]
+    with pytest.raises(FloatingPointError, match="loss is nan: activations .*--dtype=bfloat16 or"):
+        with_gradient(net, opt, torch.nan)
+    opt.scale = 2.0
+    with_gradient(net, opt, 1e6)
+    assert opt.step(1e-2, 1.0) == 0 and opt.scale == 1
+    with_gradient(net, opt, 1e6)
+    with pytest.raises(FloatingPointError, match="at a scale of 1: .*=bfloat16 or --dtype=float32"):
+        opt.step(1e-2, 1.0)
+    assert all(map(torch.equal, before, opt.masters))
+    state = opt.state()
+    opt.load(state)  # the control
+    for wrong in (dict(scale=0.0), dict(scale=None), dict(good=-1), dict(good=True)):
+        with pytest.raises(ValueError, match="ckpt.pt: it holds no scale of the loss"):
+            opt.load(state | wrong)
+    with torch.no_grad():
+        opt.masters[0].view(-1)[0] = 1e5  # finite in float32 alone
+    opt.copy_down()
+    with pytest.raises(FloatingPointError, match="weights are no longer finite"):
+        opt.state()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+@pytest.mark.parametrize("part", ["mlp.down_proj", "self_attn.k_norm", "post_attention_layernorm"])
+def test_activations_that_overflow(part, dtype):
+    """They reach the sampler's and the learner's log-probs, which float16 refuses by name; float32
+    holds them. Infinite keys, which score -inf and would be passed over, are made NaN."""
+    net = toy(dtype=dtype)
+    r = sampled(net)  # the control
+    layer = net.layers[1]
+    with torch.no_grad():
+        layer.get_submodule(part).weight.mul_(2e4)
+    c, objective, opt = learner(net)
+    if dtype == torch.float32:
+        assert sampled(net).logp_roll.isfinite().all()
+        assert learn(net, opt, objective, r, rewards=some_rewards(4, 4), c=c, lr=1e-9)["gap"] > 0
+        return
+    with pytest.raises(NotFinite, match="beyond 65,504, where float16 ends.*--dtype=bfloat16"):
+        sampled(net)
+    with pytest.raises(FloatingPointError, match="beyond 65,504, where float16 ends"):
+        learn(net, opt, objective, r, rewards=some_rewards(4, 4), c=c, lr=1e-9)
+    if part.endswith("k_norm"):
+        angle = torch.full((9, 8), 0.3)
+        x = torch.randn(9, 64, dtype=dtype)
+        _, k, _ = layer.self_attn(x, angle.cos(), angle.sin())
+        assert k.isnan().any() and not k.isinf().any()
+        assert layer.self_attn.k_norm(torch.eye(16, dtype=dtype)).isinf().any()  # as they were
+
+
+def test_a_run_in_float16(tmp_path, capsys, monkeypatch):
+    """The scale starts too high: steps are skipped, said and counted, and not called idle. A run
+    that was cut goes on with the scale and its count, to the same bits; without the count it would
+    not."""
+    monkeypatch.setattr(support.optimizer, "FIRST_SCALE", 2.0**17)
+    monkeypatch.setattr(support.optimizer, "GOOD_STEPS", 3)
+    ask = ["--dtype=float16", "--distill=1", "--lr=1e-2", "--warmup=0", "--eval_every=9"]
+    whole, cut, other = (str(tmp_path / name) for name in ("whole", "cut", "other"))
+    train_here(*ask, "--steps=8", f"--out_dir={whole}")
+    said, steps = capsys.readouterr().out, read_log(whole)[1]
+    skipped = [r["step"] for r in steps if r["skipped"]]
+    assert "float16 weights, fp32 masters" in said and 0 < len(skipped) < 6
+    assert said.count("| skipped 1: gradient beyond float16, loss scale now ") == len(skipped)
+    assert f"{len(skipped)} of 8 updates were skipped, as their gradients went" in said
+    assert "the gradient was exactly 0" not in said
+    assert all((r["grad_norm"] == 0) == bool(r["skipped"]) for r in steps)
+    scales = [r["loss_scale"] for r in steps]
+    at = next(i for i in range(1, 8) if scales[i] > scales[i - 1])  # after three good ones
+
+    train_here(*ask, f"--steps={at}", f"--out_dir={cut}")
+    state = read_checkpoint(cut)
+    assert state["learner"]["good"] > 0 and state["learner"]["scale"] == scales[at - 1]
+    shutil.copytree(cut, other)
+    train_here(*ask, "--steps=8", "--resume=True", f"--out_dir={cut}")
+    assert read_log(cut)[1] == steps and same_weights(cut, whole)
+    state["learner"]["good"] = 0
+    write_checkpoint(f"{other}/ckpt.pt", state)
+    train_here(*ask, "--steps=8", "--resume=True", f"--out_dir={other}")
+    assert [r["loss_scale"] for r in read_log(other)[1]] != scales
+
+
+def test_float16_lies_nearer_than_bfloat16():
+    """Sampler and learner are one policy but for rounding, of which float16 has an eighth."""
+    gaps = {}
+    for dtype in (torch.float32, torch.float16, torch.bfloat16):
+        net = Transformer.from_pretrained(TINY, dtype=dtype)
+        rollout = generate(net, prompts(61, 40), 4, 24, seed=1, eviction=EVICTION)
+        with torch.no_grad():
+            logp = replay(net, rollout, ("shadow",))["shadow"]
+        gaps[dtype] = (logp - rollout.logp_roll).abs()[rollout.mask].mean().item()
+    assert gaps[torch.float32] < 1e-5
+    assert 10 * gaps[torch.float32] < 4 * gaps[torch.float16] < gaps[torch.bfloat16]
 
 
 @pytest.mark.parametrize("name", train.OBJECTIVES)
