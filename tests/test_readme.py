@@ -28,7 +28,8 @@ from run.report import show
 ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 PAGES = ["README.md", "docs/results.md", "docs/speed.md", "docs/reproduce.md",
          "docs/lesson.md", "docs/exercises.md", "docs/answers.md", "docs/ablations.md",
-         "docs/figures.md", "docs/python.md"]
+         "docs/figures.md", "docs/python.md",
+         "docs/related.md", "docs/slides/README.md", "CONTRIBUTING.md", "CHANGELOG.md"]
 
 
 def read(name):
