@@ -122,7 +122,7 @@ def test_the_notebook_holds_the_lesson(lesson, tmp_path, capsys):
     notebook.main([f"--out={path}"])
     with open(path, encoding="utf-8") as f:
         text = f.read()
-    with open(os.path.join(os.path.dirname(notebook.LESSON), "lesson.ipynb"), encoding="utf-8") as f:
+    with open(notebook.LESSON.replace(".md", ".ipynb"), encoding="utf-8") as f:
         assert f.read() == text, "python -m experiments.notebook makes docs/lesson.ipynb anew"
     made = json.loads(text)
     assert (made["nbformat"], made["metadata"]["kernelspec"]["name"]) == (4, "python3")
