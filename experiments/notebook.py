@@ -7,10 +7,11 @@ notebook.
     python -m experiments.notebook --update            # runs all cells, rewrites what they print
 
 The idea. There is one source, the text. A ```python block is a cell, a block without a language
-right after it is what the cell prints. The notebook is made from it when somebody wants one, and
-is not committed.
+right after it is what the cell prints. The notebook is made from it, with what the cells print.
+docs/lesson.ipynb is kept, and a test holds it against the text: after a change of the text, make it
+anew.
 
-Left out on purpose: figures in cells; a notebook that is edited and read back.
+Left out on purpose: figures that cells draw; a notebook that is edited and read back.
 """
 import code
 import contextlib
@@ -18,7 +19,6 @@ import io
 import json
 import os
 import re
-import shlex
 
 from support.configurator import Arguments
 from support.run import write_text
@@ -77,13 +77,25 @@ def updated(text, printed):
     return CELL.sub(block, text)
 
 
+FIRST = """\
+import os
+import subprocess
+import sys
+clone = {clone!r}  # where to fetch the repository from, if this notebook lies in no copy of it
+if not os.path.exists("data/tiny") and os.path.exists("../data/tiny"):
+    os.chdir("..")  # from docs/ to the root of the repository
+if not os.path.exists("data/tiny"):
+    assert clone, "open this notebook in a copy of the repository, or say above where one is"
+    subprocess.run(["git", "clone", "--depth=1", clone, "repository"], check=True)
+    os.chdir("repository")
+sys.path.insert(0, os.getcwd())
+pip = [sys.executable, "-m", "pip", "install", "-q"]
+subprocess.run([*pip, "-r", "requirements.txt"], check=True)  # nothing, where all is there"""
+
+
 def first_cell(clone):
-    """The code that brings a notebook to the repository's root."""
-    if not clone:
-        return ('import os\nif not os.path.exists("data/tiny"):\n'
-                '    os.chdir("..")  # from docs/ to the root of the repository')
-    return (f"!git clone {shlex.quote(clone)} repository\n%cd repository\n"
-            "!pip install -q -r requirements.txt")
+    """The code that brings a notebook to the repository's root, on a fresh machine too."""
+    return FIRST.format(clone=clone)
 
 
 def notebook(cells, clone=""):

@@ -1,19 +1,20 @@
 """docs/lesson.md: its cells run from top to bottom and print what stands there; its notebook.
 
 What is compared: words, integers and the order of everything exactly; a number with a decimal point
-within 1e-3 of its value plus one of its last digit. After training (part 10) within 0.25, or 25 %
-of a number above 1: another processor's sums differ in late digits, and thirty steps spread that.
+within 1e-3 of its value plus one of its last digit. After training (part 11) within 0.25, or 25 %
+of a number above 1: another processor's sums differ in late digits, and training spreads that.
 """
 import json
 import os
 import re
+import sys
 
 import pytest
 
 from experiments import notebook
 
 NUMBER = re.compile(r"-?\d+\.\d+(?:e[+-]\d+)?|-?\d+")
-TRAINED = "## 10. "  # the heading from which on numbers are those of a trained model
+TRAINED = "## 11. "  # the heading from which on numbers are those of a trained model
 
 
 def same(got, want, trained=False):
@@ -120,10 +121,13 @@ def test_the_notebook_holds_the_lesson(lesson, tmp_path, capsys):
     path = str(tmp_path / "lesson.ipynb")
     notebook.main([f"--out={path}"])
     with open(path, encoding="utf-8") as f:
-        made = json.load(f)
+        text = f.read()
+    with open(notebook.LESSON.replace(".md", ".ipynb"), encoding="utf-8") as f:
+        assert f.read() == text, "python -m experiments.notebook makes docs/lesson.ipynb anew"
+    made = json.loads(text)
     assert (made["nbformat"], made["metadata"]["kernelspec"]["name"]) == (4, "python3")
     first, *rest = made["cells"]
-    assert first["source"].startswith("import os")
+    assert first["source"] == notebook.first_cell("")
     assert [cell["cell_type"] for cell in rest] == [kind for kind, _, _ in cells]
     for cell, (kind, source, printed) in zip(rest, cells):
         assert cell["source"] == source.rstrip("\n") and cell["metadata"] == {}
@@ -149,19 +153,41 @@ def test_the_notebook_overwrites_no_text(capsys):
         notebook.main(["--out=docs/lesson.md"])
 
 
-def test_the_notebook_finds_the_root(tmp_path, monkeypatch):
+@pytest.fixture
+def commands(monkeypatch):
+    """-> the commands that a first cell runs, which are not run; git makes what it would fetch"""
+    ran = []
+
+    def run(command, check):
+        ran.append(command)
+        if command[0] == "git":
+            os.makedirs(os.path.join(command[-1], "data", "tiny"))
+
+    monkeypatch.setattr("subprocess.run", run)
+    monkeypatch.setattr("sys.path", [])
+    return ran
+
+
+def test_the_notebook_finds_the_root(tmp_path, monkeypatch, commands):
     first = notebook.notebook([])["cells"][0]["source"]
     (tmp_path / "docs").mkdir()
     (tmp_path / "data" / "tiny").mkdir(parents=True)
     monkeypatch.chdir(tmp_path / "docs")
     for _ in range(2):  # the second time it is there
         exec(first, {})
-        assert os.getcwd() == str(tmp_path)
+        assert os.getcwd() == str(tmp_path) == sys.path[0]
+    assert [command[1:] for command in commands] == [
+        ["-m", "pip", "install", "-q", "-r", "requirements.txt"]] * 2
 
 
-def test_a_hosted_notebook_fetches_the_repository():
-    first = notebook.notebook([], clone="https://example.org/smd.git")["cells"][0]["source"]
-    assert first.startswith("!git clone https://example.org/smd.git repository\n%cd repository\n")
-    hostile = notebook.first_cell("x; rm -rf /")
-    assert hostile.startswith("!git clone 'x; rm -rf /' repository")
-    assert "pip install" in first
+def test_a_notebook_without_its_repository_fetches_it(tmp_path, monkeypatch, commands):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(AssertionError, match="or say above where one is"):
+        exec(notebook.first_cell(""), {})
+    hostile = "https://example.org/smd.git; rm -rf '/'"
+    for _ in range(2):  # the second time it is there
+        exec(notebook.first_cell(hostile), {})
+        assert os.getcwd() == str(tmp_path / "repository")
+    fetched, *installed = commands
+    assert fetched == ["git", "clone", "--depth=1", hostile, "repository"]
+    assert [command[3] for command in installed] == ["install"] * 2

@@ -30,7 +30,8 @@ PAGES = ["README.md", "docs/results.md", "docs/speed.md", "docs/reproduce.md",
          "docs/lesson.md", "docs/exercises.md", "docs/answers.md", "docs/ablations.md",
          "docs/figures.md", "docs/python.md", "docs/problems.md", "docs/models.md",
          "docs/watching.md", "docs/trouble.md", "docs/memory.md", "docs/lora.md",
-         "docs/several-gpus.md", "docs/README.md"]
+         "docs/several-gpus.md", "docs/README.md", "docs/related.md",
+         "docs/slides/README.md", "CONTRIBUTING.md", "CHANGELOG.md"]
 
 
 def read(name):
