@@ -1096,8 +1096,10 @@ def evict(report, name, work, lengths, budgets, steps, cards):
     samples of a prompt share it; then the longest responses that they have room for. lengths:
     tokens of prompt and response of each table. cards: GB, None: this one."""
     model = ours(name)
-    arms = {f"kept {n:,}, of the response too": Eviction(
-        "snapkv", budget=n, window=WINDOW, sinks=SINKS, response_budget=n) for n in budgets}
+    arms = {}
+    for n in budgets:
+        arms[f"kept {n:,}, of the response too"] = Eviction(
+            "snapkv", budget=n, window=WINDOW, sinks=SINKS, response_budget=n)
     arms["dense, prompts shared"] = Eviction("none")
     P, R = lengths[0]
     for eviction in arms.values():  # compiles
@@ -1224,7 +1226,8 @@ def longest_response(model, name, work, eviction, gb):
         return out.get("gb")
 
     with capped(gb and gb - CONTEXT):
-        room = gb or (torch.cuda.mem_get_info()[0] + torch.cuda.memory_allocated()) / 1e9
+        free = torch.cuda.mem_get_info()[0] + torch.cuda.memory_allocated()
+        room = gb or free / 1e9
         R, peak_of_it, tried = longest(peak, room, 1024, 4096)
     whole = torch.cuda.get_device_properties(DEVICE).total_memory / 1e9
     notes = {None: "not even the shortest length tried",
@@ -1290,8 +1293,8 @@ LONG = Work(B=8, P=8192, G=8, R=256, budget=1024)
 GROUP = replace(LONG, B=1)
 TINY = Work(B=2, P=64, G=2, R=6, budget=48)
 SMOLLM, SMALL, QWEN, LARGE, _ = SHAPES
-PARTS = {part.__name__: part
-         for part in (attn, decode, learner, step, lora, cards, memory, fit, evict, dtype)}
+ALL = attn, decode, learner, step, lora, cards, memory, fit, evict, dtype
+PARTS = {part.__name__: part for part in ALL}
 BOTH = ("dynamic", "static")
 REQUESTS = dict(  # part -> arguments of each of its tables
     attn=[dict(nh=16, nkv=8, hs=128, work=GROUP, repeat=10),

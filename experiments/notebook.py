@@ -81,16 +81,17 @@ FIRST = """\
 import os
 import subprocess
 import sys
-clone = {clone!r}  # where to fetch the repository from, if this notebook lies in no copy of it
+# where to fetch the repository from, if this notebook lies in no copy of it
+clone = {clone!r}
 if not os.path.exists("data/tiny") and os.path.exists("../data/tiny"):
     os.chdir("..")  # from docs/ to the root of the repository
 if not os.path.exists("data/tiny"):
-    assert clone, "open this notebook in a copy of the repository, or say above where one is"
+    assert clone, "open this notebook in a copy of the repository, or name one above"
     subprocess.run(["git", "clone", "--depth=1", clone, "repository"], check=True)
     os.chdir("repository")
 sys.path.insert(0, os.getcwd())
 pip = [sys.executable, "-m", "pip", "install", "-q"]
-subprocess.run([*pip, "-r", "requirements.txt"], check=True)  # nothing, where all is there"""
+subprocess.run([*pip, "-r", "requirements.txt"], check=True)  # where it is missing"""
 
 
 def first_cell(clone):
