@@ -81,16 +81,18 @@ FIRST = """\
 import os
 import subprocess
 import sys
-clone = {clone!r}  # where to fetch the repository from, if this notebook lies in no copy of it
+# where to fetch the repository from, if this notebook lies in no copy of it
+clone = {clone!r}
 if not os.path.exists("data/tiny") and os.path.exists("../data/tiny"):
     os.chdir("..")  # from docs/ to the root of the repository
 if not os.path.exists("data/tiny"):
-    assert clone, "open this notebook in a copy of the repository, or say above where one is"
-    subprocess.run(["git", "clone", "--depth=1", clone, "repository"], check=True)
+    assert clone, "open this in a copy of the repository, or say above where one is"
+    git = ["git", "clone", "--depth=1", clone, "repository"]
+    subprocess.run(git, check=True)
     os.chdir("repository")
 sys.path.insert(0, os.getcwd())
-pip = [sys.executable, "-m", "pip", "install", "-q"]
-subprocess.run([*pip, "-r", "requirements.txt"], check=True)  # nothing, where all is there"""
+pip = [sys.executable, "-m", "pip", "install", "-q", "-r", "requirements.txt"]
+subprocess.run(pip, check=True)  # nothing, where all is there"""
 
 
 def first_cell(clone):
