@@ -86,12 +86,13 @@ clone = {clone!r}
 if not os.path.exists("data/tiny") and os.path.exists("../data/tiny"):
     os.chdir("..")  # from docs/ to the root of the repository
 if not os.path.exists("data/tiny"):
-    assert clone, "open this notebook in a copy of the repository, or name one above"
-    subprocess.run(["git", "clone", "--depth=1", clone, "repository"], check=True)
+    assert clone, "open this in a copy of the repository, or say above where one is"
+    git = ["git", "clone", "--depth=1", clone, "repository"]
+    subprocess.run(git, check=True)
     os.chdir("repository")
 sys.path.insert(0, os.getcwd())
-pip = [sys.executable, "-m", "pip", "install", "-q"]
-subprocess.run([*pip, "-r", "requirements.txt"], check=True)  # where it is missing"""
+pip = [sys.executable, "-m", "pip", "install", "-q", "-r", "requirements.txt"]
+subprocess.run(pip, check=True)  # nothing, where all is there"""
 
 
 def first_cell(clone):
