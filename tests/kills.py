@@ -256,6 +256,8 @@ def main(argv):
     for arg in argv:
         key, _, value = arg.removeprefix("--").partition("=")
         options[key] = int(value)
+    # a shell starts commands in the background with SIGINT ignored, and they hand that on
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     rng, bad, met = random.Random(options["seed"]), 0, Counter()
     with tempfile.TemporaryDirectory() as top:
         os.mkdir(os.path.join(top, "whole"))
