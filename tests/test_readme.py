@@ -233,7 +233,7 @@ def test_commands_and_options_exist(page):
     own = {"seconds", "runs", "help", "seeds", "first", "jobs", "threads", "out", "keep", "table",
            "compare", "lean", "update", "stage", "lengths", "layers", "quick", "prompt", "key",
            "dots", "bases", "stop", "n", "device", "seed",
-           "system", "logdir", "bugdet",  # the last is a slip, which is refused
+           "system", "logdir", "shape", "bugdet",  # the last is a slip, which is refused
            # of torchrun
            "standalone", "nproc_per_node", "nnodes", "rdzv_endpoint", "shutdown", "numa"}
     for key in re.findall(r"--(\w+)", text):
@@ -285,12 +285,32 @@ def test_the_output_one_should_see_is_the_logs():
     naive = last_line(log("results/default-cpu/naive-0.jsonl"))
     assert second == naive + "\n" and first.endswith(last_line(run) + "\n") and naive not in first
     step, = blocks(section(read("README.md"), "A step's log line"))
-    kept = [r for r in run if "kv_kept" in r][-1]
-    said = " ".join(read("README.md").split())
-    assert (f"takes {kept['kv_kept'] / 1e6:.1f} MB where full caches would take "
-            f"{kept['kv_dense'] / 1e6:.1f} MB, or {kept['kv_dense_shared'] / 1e6:.1f} MB") in said
     whole = show(next(r for r in run if "grad_norm" in r))
     assert step.endswith(" | ...\n") and whole.startswith(step.removesuffix("...\n"))
+
+
+def evict():
+    """{(prompt, response): {name: row}} of bench evict."""
+    with open(os.path.join(ROOT, "results", "bench-evict-qwen2.5-0.5b-h200.json")) as f:
+        tables_of = json.load(f)["tables"]
+    return {(t["facts"]["prompt"], t["facts"]["new_tokens"]): {r["name"]: r for r in t["rows"]}
+            for t in tables_of if "new_tokens" in t["facts"]}
+
+
+@pytest.mark.parametrize("page, prompts", [("README.md", 1024), ("docs/speed.md", None)])
+def test_what_eviction_buys_is_that_of_the_log(page, prompts):
+    """Every row: tokens a second and peak GB of the evicting cache and of the dense one."""
+    found = evict()
+    rows = [cells(line) for line in section(read(page), "What eviction buys").splitlines()
+            if re.match(r"\| [\d,]+ \|", line)]
+    for row in rows:
+        sizes = [int(cell.replace(",", "")) for cell in row if re.fullmatch(r"[\d,]+", cell)]
+        key = (prompts, sizes[0]) if prompts else tuple(sizes[:2])
+        ours, dense = (found[key][name] for name in
+                       ("kept 1,024, of the response too", "dense, prompts shared"))
+        assert row[-4:] == [f"{ours['tokens_s']:,.0f}", f"{dense['tokens_s']:,.0f}",
+                            f"{ours['peak_gb']:.2f}", f"{dense['peak_gb']:.2f}"], row
+    assert len(rows) == (2 if prompts else len(found))
 
 
 def test_ten_lines_of_python(capsys):
