@@ -36,7 +36,7 @@ from objectives.ppo import PPO
 from rollout import generate
 from run.dry_run import dry_run as measure
 from run.evaluate import evaluate_both, rewarded
-from run.learn import Metrics, micro_batches, score, summary
+from run.learn import Metrics, check_batch, micro_batches, score, summary
 from run.report import facts, finish, report, save
 from run.settings import CHOICES, REFUSED, check_settings, eviction_of, policies_of
 from run.start import guarded, set_up
@@ -59,7 +59,7 @@ device = "auto"          # auto: cuda if there is one; cpu, cuda, cuda:1
 dtype = "auto"           # weights: float32, bfloat16, float16; auto: on cuda by size, else float32
 # model and task
 model = TINY             # a folder or a hub name; here the embedded checkpoint
-task = "kv4"             # needle, kv, kv4, kv16, list, own, hop, sum, a .jsonl file, gsm8k:FOLDER
+task = "kv4"             # needle, kv, kv4, kv16, list, own, hop, sum, FILE, gsm8k:DIR, module:name
 eval_task = ""           # a .jsonl file of held-out problems; "": a tenth of the task's, by a hash
 reward = "auto"          # auto, exact, number, boxed, math, choice, contains, or module:function
 shots = 0                # problems of the file that come first in every prompt, answered; 0 .. 8
@@ -75,7 +75,7 @@ group = 8                # samples per prompt; 2 .. 64, and 1 will do for ppo
 max_new_tokens = 17      # longest response in tokens
 temperature = 1.0        # of the sampler and every log-prob; 0.01 .. 100
 stop = ""                # a response ends with the token that completes this text; or a JSON list
-evict = "snapkv"         # none, snapkv, rkv, h2o, recent, random: the names in kvcache.EVICT
+evict = "snapkv"         # none, snapkv, rkv, h2o, recent, random (kvcache.EVICT), or module:name
 budget = 56              # prompt keys kept per layer and KV head, window and sinks included
 spread = "uniform"       # of the budget over layers and KV heads: uniform, pyramid, adaptive
 window = 20              # last prompt rows: kept, and their attention votes; 8 .. 64
@@ -85,7 +85,7 @@ pool_by = "max"          # max: the largest of neighbouring votes, or their mean
 response_budget = 0      # response keys kept per layer and KV head, window included; 0: all
 period = 128             # steps between evictions of response keys; 8 .. 512
 # learner
-objective = "grpo"       # grpo, ppo (a learned value as baseline), dpo (best against worst)
+objective = "grpo"       # grpo, ppo (learns a value), dpo (best against worst), or module:name
 learner = "shadow"       # the policy that it updates: shadow (replays the mask), dense (ignores it)
 correction = "none"      # weights for a sampler that was not the learner: tis, mis, sparse_rl
 ratio_to = "learner"     # of the clipped ratio: the learner before its update, or the sampler
@@ -124,7 +124,7 @@ eval_problems = 128      # how many
 eval_final = 128         # how many before step 0 and in the last two; 1024 in experiments
 eval_first = 0           # number of the first: others for choosing settings than for judging them
 eval_batch = 128         # problems decoded at once
-eval_evict = "auto"      # its compressed cache: auto (as evict; snapkv where that is none), a name
+eval_evict = "auto"      # its cache: auto (as evict; snapkv for none), a name, or module:name
 save_every = 20          # steps between checkpoints and between samples
 
 DEFAULTS = {key: value for key, value in globals().items()
@@ -208,6 +208,7 @@ def update(net, opt, objective, rollout, batch, config, lr, teacher=None):
     if not rollout.prompts:  # nothing to learn from: the weights stay as they are
         return dict(loss=0.0, kl=0.0, clip_frac=0.0, grad_norm=0.0)
 
+    check_batch(batch, config)
     policies = policies_of(config)
     student = None
     if config.distill and config.distill_by == "kl":

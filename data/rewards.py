@@ -14,7 +14,6 @@ Left out: a limit on how long a function takes. Only its own file is watched for
 """
 import copy
 import importlib.util
-import inspect
 import os
 import re
 from numbers import Real
@@ -22,7 +21,7 @@ from numbers import Real
 from data.answers import RULES, after_thought, exact, is_number, last_number
 from support.checkpoint import fingerprint
 from support.jsonfile import reason, shown
-from support.own import find_own, is_own, place
+from support.own import find_own, is_own, must_take, place
 from support.run import settings_kept
 
 LARGEST = 1e15  # rewards become fp32, in which their squares are summed
@@ -96,15 +95,8 @@ class Own:
         if not callable(self.function):
             raise ValueError(f"reward {name}: {self.file} must define the function "
                              f"{function!r}, it is {self.function!r:.80}")
-        try:
-            inspect.signature(self.function).bind({}, "", [])
-        except TypeError:
-            raise ValueError(f"reward {name}: "
-                             f"{function}{inspect.signature(self.function)} must take "
-                             f"({'rows, texts' if self.batch else 'row, text'}, tokens)"
-                             ) from None
-        except ValueError:  # a built-in one does not say what it takes
-            pass
+        taken = ("rows", "texts") if self.batch else ("row", "text")
+        must_take(f"reward {name}", self.function, *taken, "tokens")
 
     def __str__(self):
         return f"{self.name} of {self.file}"

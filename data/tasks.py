@@ -187,7 +187,12 @@ def draw(task, name, make):
     what it is made of."""
     # a string is hashed with sha512: the same on every machine
     rng = random.Random(f"{task}/{name}")
-    facts, supply, question, answer = make(rng)
+    made = make(rng)
+    if not isinstance(made, (tuple, list)) or len(made) != 4:
+        got = f"{len(made)} of them" if isinstance(made, (tuple, list)) else repr(made)
+        raise ValueError(f"task {task} draws {got:.80}, must be four: facts, supply of "
+                         "other sentences, question, answer")
+    facts, supply, question, answer = made
     if not isinstance(answer, str):
         raise ValueError(f"task {task} draws the answer {answer!r}, must be text")
     # drawn before any filler, so that depths do not depend on the length

@@ -19,6 +19,7 @@ from run.evaluate import evaluate
 from run.learn import score
 from run.settings import eviction_of, eviction_of_evaluation, policies_of, problems_at
 from support.memory import compare
+from support.own import placed
 from support.screen import one_line_errors, tell
 
 PHASES = dict(generate="sampling", prepare="learning", update="learning",
@@ -69,6 +70,7 @@ def changed(settings, config, key, value):
 
 
 @one_line_errors(ValueError, OSError, MemoryError, FloatingPointError)
+@placed(ValueError, OSError, FloatingPointError)
 def dry_run(job, settings, update):
     """Measure one step and an evaluation batch, then the same with other settings, and print what
     each takes. Weights stay: lr is 0. settings, update: those of train.py."""

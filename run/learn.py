@@ -39,6 +39,14 @@ def score(net, objective, config, rollout, model=None):
     return {name: torch.cat([out[name] for out in outs]) for name in outs[0]}
 
 
+def check_batch(batch, config):
+    """Raise ValueError for what an objective prepared without what `update` takes from it."""
+    if config.distill and "scale" not in batch:
+        raise ValueError(f"objective={config.objective}: the batch that prepare "
+                         "returns must hold 'scale', by which the KL is averaged "
+                         f"(grpo.token_scale); it has {', '.join(batch) or 'nothing'}")
+
+
 class Metrics:
     """Numbers of one optimizer step: sums over micro-batches, and numbers of single tokens."""
 

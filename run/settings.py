@@ -15,7 +15,7 @@ from support.checkpoint import fingerprint
 from support.configurator import check_ranges
 from support.jsonfile import shown
 from support.lora import check_lora
-from support.own import find_own, is_own
+from support.own import find_own, is_own, must_take
 from support.tracker import TRACKERS, check_tracker
 
 CHOICES = dict(
@@ -62,7 +62,7 @@ def check_settings(config, defaults, objectives):
         raise ValueError(f"task {shown(task)}: a file must end in .jsonl")
     if not known:
         raise ValueError(f"unknown task {shown(task)}: one of {', '.join(TASKS)}, a "
-                         ".jsonl file, or gsm8k:FOLDER")
+                         ".jsonl file, gsm8k:FOLDER, or module:name")
     stop_strings(config.stop)
     check_files(config)
     check_reward(config.reward)
@@ -90,7 +90,8 @@ def bring_in(config, objectives):
     for key, table in tables_of(objectives).items():
         name = getattr(config, key)
         if key in brought_in(config):
-            table[name] = own_thing(name, key)
+            elsewhere = config.response_budget > 0
+            table[name] = own_thing(name, key, elsewhere)
         known = [each for each in table if key != "eval_evict" or each != "none"]
         if key == "eval_evict":
             known.insert(0, "auto")
@@ -99,16 +100,48 @@ def bring_in(config, objectives):
                              f"module:name, got {shown(name)}")
 
 
-def own_thing(name, key):
-    """What the setting `key` names as module:name. Raises ValueError for what it cannot be."""
+def own_thing(name, key, elsewhere):
+    """What the setting `key` names as module:name. elsewhere: whether a method is told what other
+    keys received. Raises ValueError for what it cannot be."""
     found, _ = find_own(name, key)
-    if key != "task" and not callable(found):
-        raise ValueError(f"{key} {name}: must be callable, it is {found!r:.80}")
-    if key == "task" and not (isinstance(found, tuple) and len(found) == 2
-                              and all(map(callable, found))):
-        raise ValueError(f"task {name}: must be a pair of two functions, what makes a "
-                         f"problem and what judges a text, it is {found!r:.80}")
+    what = f"{key} {name}"
+    if key == "task":
+        check_task(what, found)
+    elif key == "objective":
+        check_class(what, found)
+    elif isinstance(found, type) or not callable(found):
+        raise ValueError(f"{what}: must be a function, it is {found!r:.80}")
+    else:
+        score = getattr(found, "score", found)  # of a Method
+        needed = elsewhere and getattr(found, "needs_elsewhere", True)
+        inputs = ("q", "k", "eviction", "elsewhere")
+        must_take(what, score, *inputs[:4 if needed else 3])
     return found
+
+
+def check_task(what, found):
+    """Raise ValueError for what cannot be a task."""
+    if not (isinstance(found, tuple) and len(found) == 2 and all(map(callable, found))):
+        raise ValueError(f"{what}: must be a pair of two functions, what makes a "
+                         f"problem and what judges a text, it is {found!r:.80}")
+    make, rule = found
+    must_take(what, make, "rng")
+    must_take(what, rule, "text", "answer")
+
+
+def check_class(what, found):
+    """Raise ValueError for what cannot be an objective: GRPO in grpo.py has all that one needs."""
+    if not isinstance(found, type):
+        raise ValueError(f"{what}: must be a class, it is {found!r:.80}")
+    for name in ("value", "uses", "prepare", "loss"):
+        if not hasattr(found, name):
+            raise ValueError(f"{what}: the class must define {name!r}, there is none")
+    must_take(what, found, "model", "settings", "initial")
+    must_take(what, found.prepare, "self", "rollout", "rewards", "score")
+    by_name = ("part", "batch", "old", "whole")
+    must_take(what, found.loss, "self", "out", by_name=by_name)
+    if hasattr(found, "check"):
+        must_take(what, found.check, "config")
 
 
 def brought_in(config):

@@ -31,6 +31,7 @@ from support.jsonfile import parse_object
 from support.lora import LoRA, frozen_base, targets_of
 from support.memory import memory_errors, memory_of, saving_if_memory_runs_out
 from support.optimizer import Masters
+from support.own import placed
 from support.run import Run, choose_device
 from support.screen import one_line_errors, tell
 from support.tracker import Tracker
@@ -64,6 +65,7 @@ class Job:
 
 
 @one_line_errors(ValueError, OSError, MemoryError)
+@placed(ValueError, OSError)
 @memory_errors(NOT_LOADED)
 def set_up(argv, settings, objectives):
     """-> Job. settings: function of argv. objectives: {name: class}. What is wrong ends the program
@@ -148,6 +150,7 @@ def guarded(job, settings):
     kinds = (OSError, ValueError, FloatingPointError, MemoryError)
     advice = functools.partial(savings, settings)
     with (one_line_errors(*kinds, also=job.run.kept),
+          placed(ValueError, OSError, FloatingPointError),
           job.run.saving_on(RewardError, job.opt),
           saving_if_memory_runs_out(job.run, job.opt, PHASES, advice)):
         yield

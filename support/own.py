@@ -3,11 +3,13 @@ What is your own, named "module:name" on the command line: a reward, an eviction
 objective, a task. The module is looked for in the current folder first.
 """
 import importlib
+import inspect
 import os
 import re
 import sys
 import sysconfig
 import traceback
+from contextlib import contextmanager
 
 from support.jsonfile import reason, shown
 from support.run import failures, settings_kept
@@ -15,6 +17,7 @@ from support.run import failures, settings_kept
 OWN = re.compile(r"([^\W\d]\w*(?:\.[^\W\d]\w*)*):([^\W\d]\w*)")  # module:name
 LIBRARIES = tuple(sysconfig.get_path(key) + os.sep
                   for key in ("stdlib", "purelib", "platlib"))
+FILES = {}  # file of a module that was named -> its name
 
 
 def is_own(name):
@@ -30,7 +33,23 @@ def find_own(name, what):
     if getattr(loaded, attribute, None) is None:
         raise ValueError(
             f"{what} {shown(name)}: {file} must define {attribute!r}, there is none")
+    FILES[file] = module
     return getattr(loaded, attribute), file
+
+
+def must_take(what, function, *names, by_name=()):
+    """Raise ValueError where a function does not take arguments of these names: the first in this
+    order, those of by_name as name=value. what: the setting, and what it says."""
+    try:
+        signature = inspect.signature(function)
+    except ValueError:  # a built-in one does not say what it takes
+        return
+    try:
+        signature.bind(*names, **dict.fromkeys(by_name))
+    except TypeError:
+        name = getattr(function, "__qualname__", type(function).__name__)
+        raise ValueError(f"{what}: {name}{signature} must take "
+                         f"({', '.join((*names, *by_name))})") from None
 
 
 def load(module, what):
@@ -64,3 +83,19 @@ def place(e):
     frames = traceback.extract_tb(e.__traceback__)
     own = [f for f in frames if not f.filename.startswith((*LIBRARIES, "<"))] or frames
     return f"{own[-1].filename}:{own[-1].lineno}"
+
+
+@contextmanager
+def placed(*kinds):
+    """What a module of one's own raises, of these kinds, becomes a ValueError that names module,
+    file and line. A reward's failure says so already (data/rewards.py)."""
+    try:
+        yield
+    except kinds as e:
+        frames = traceback.extract_tb(e.__traceback__)
+        frames = [frame for frame in frames if frame.filename in FILES]
+        if not frames:
+            raise
+        file = frames[-1].filename
+        raise ValueError(f"{FILES[file]} raised {reason(e)} "
+                         f"({file}:{frames[-1].lineno})") from e

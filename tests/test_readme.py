@@ -5,6 +5,8 @@ import json
 import os
 import re
 import statistics
+import subprocess
+import sys
 from types import SimpleNamespace
 
 import pytest
@@ -193,6 +195,37 @@ def test_your_objective(example, tmp_path, monkeypatch, capsys):
     with open(os.path.join(out, "log.jsonl")) as f:
         steps = [json.loads(line) for line in f if "grad_norm" in line]
     assert len(steps) == 1 and steps[0]["grad_norm"] > 0 and steps[0]["gap"] < 1e-5
+
+
+PASTE = """
+import kvcache, train
+from data import tasks
+for module, code in zip((kvcache, tasks, train), {code!r}):
+    exec(code, vars(module))
+"""
+
+
+def test_the_tests_take_what_is_pasted(tmp_path):
+    """All three at once, in another process: what is asserted of every method, task and objective
+    holds for them too, and nothing else is asked of them."""
+    code = blocks(section(read("README.md"), "Change it"), "python")
+    # controls: a method of another shape, a task whose prompts hold nothing else
+    for i, change in enumerate([("k.shape[1], -1)", "1, -1)"), (", filler(rng)", ", iter([])")]):
+        wrong = code[i].replace(*change).replace('["', '["wrong_')
+        assert wrong.count("wrong_") == 1
+        code[i] = wrong + code[i]
+    (tmp_path / "pasted.py").write_text(PASTE.format(code=code))
+    done = subprocess.run(
+        [sys.executable, "-m", "pytest", "-p", "pasted", "-p", "no:cacheprovider", "-q", "-rf", "--tb=line",
+         "-k", "tova or larger or several_updates or garbage or reinforce",
+         *(f"tests/test_{name}.py" for name in ("kvcache", "tasks", "train"))],
+        cwd=ROOT, env=dict(os.environ, PYTHONPATH=os.pathsep.join([str(tmp_path), ROOT])),
+        capture_output=True, text=True)
+    failed = re.findall(r"^FAILED .*?\[(.*)\]", done.stdout, re.M)
+    assert any("wrong_tova" in each for each in failed), done.stdout
+    assert any("wrong_larger" in each for each in failed), done.stdout
+    assert all("wrong_" in each for each in failed), done.stdout
+    assert int(re.search(r"(\d+) passed", done.stdout)[1]) > 20
 
 
 # size, links, commands, numbers

@@ -337,7 +337,8 @@ def test_micro_batches_of_every_term(changes, control, monkeypatch):
     assert apart(whole, objective_gradients(1, **{**changes, **control})[0]) > 1e-2
 
 
-@pytest.mark.parametrize("name", train.OBJECTIVES)
+@pytest.mark.parametrize("name", [name for name, objective in train.OBJECTIVES.items()
+                                  if "updates" in objective.uses])
 def test_several_updates_per_rollout(name):
     """The later ones see a ratio, a value or a margin that has moved. The gap is taken before the
     first update, the clipping at the last."""
@@ -350,7 +351,7 @@ def test_several_updates_per_rollout(name):
     if name == "dpo":
         assert log["pairs"] == 2
         assert abs(log["margin"]) < 1e-3  # of the first update: model and reference are the same
-    else:
+    if "clip" in objective.uses:
         assert log["clip_frac"] > 0
         net = toy()  # control: one update clips nothing
         c, objective, opt = learner(net, objective=name)
@@ -718,11 +719,45 @@ def knorm(q, k, e, elsewhere=None):
     return -k.float().norm(dim=-1).t()
 class Mine(GRPO):
     uses = ("norm",)
+class TwoInputs(Mine):
+    def __init__(self, model, settings):
+        pass
+class Positions(Mine):
+    def loss(self, out, part, batch):
+        pass
+class Instance(Mine):
+    def check(self, config):
+        pass
+class NoUses:
+    value = None
+class NoScale(Mine):
+    def prepare(self, rollout, rewards, score):
+        rollout, batch, log = super().prepare(rollout, rewards, score)
+        return rollout, dict(adv=batch["adv"]), log
+    def loss(self, out, part, batch, old, whole):
+        return -out["shadow"].sum(), {}
+def two(q, k):
+    pass
+def three(q, k, e):
+    return -k.float().norm(dim=-1).t()
 def shout(rng):
     word = rng.choice(["coin", "lamp"])
     return [f"The word is {word}."], iter([]), f"Say {word}.", word
 task = (shout, lambda text, answer: float(answer in text) + len(text) / 99)
+answers_alone = shout, lambda answer: 1.0
+three_values = lambda rng: shout(rng)[:3], task[1]
+no_values = lambda rng: None, task[1]
 five = 5
+"""
+RAISES = """
+from grpo import GRPO
+def boom(*inputs, **named):
+    raise ValueError("boom")
+class Mine(GRPO):
+    prepare = loss = boom
+def method(q, k, e, elsewhere=None):
+    boom()
+task = boom, boom
 """
 
 
@@ -745,13 +780,51 @@ def test_what_is_your_own_comes_from_modules(tmp_path, monkeypatch, capsys):
     with pytest.raises(SystemExit, match="own_things:.* has other contents now"):
         train_here(*FAST, *args, "--resume=True", "--steps=3")
     for wrong, says in (("--evict=own_things:nothing", "must define 'nothing', there is none"),
-                        ("--evict=own_things:five", "must be callable, it is 5"),
+                        ("--evict=own_things:five", "must be a function, it is 5"),
                         ("--task=own_things:shout", "must be a pair of two functions"),
+                        ("--task=own_things:answers_alone", r"\(answer\) must take \(text, answer"),
+                        ("--task=own_things:", "own_things:': one of .*, or module:name"),
+                        ("--task=own_things:task:x", "task:x': one of .*, or module:name"),
+                        ("--evict=own_things:Mine", "must be a function, it is <class"),
+                        ("--evict=own_things:two", r"two\(q, k\) must take \(q, k, eviction\)$"),
+                        ("--evict=own_things:three --response_budget=24",
+                         r"three\(q, k, e\) must take \(q, k, eviction, elsewhere\)"),
+                        ("--objective=own_things:knorm", "must be a class, it is <function"),
+                        ("--objective=own_things:NoUses", "the class must define 'uses', there is"),
+                        ("--objective=own_things:TwoInputs",
+                         r"TwoInputs\(model, settings\) must take \(model, settings, initial\)"),
+                        ("--objective=own_things:Positions",
+                         r"loss\(self, out, part, batch\) must take \(self, out, part, batch,"),
+                        ("--objective=own_things:Instance",
+                         r"check\(self, config\) must take \(config\)"),
                         ("--objective=no_such:Thing", "objective: cannot import no_such"),
                         ("--evict=snapvk", "evict must be one of none, snapkv"),
                         ("--objective=own_things:Mine --clip=0.1", "Mine does not use it")):
         with pytest.raises(ValueError, match=says):
             train.settings(wrong.split())
+    train.settings(["--evict=own_things:three"])  # the control: it is told of no other keys
+    for wrong, says in (("--task=own_things:three_values", "draws 3 of them, must be four: facts"),
+                        ("--task=own_things:no_values", "draws None, must be four: facts"),
+                        ("--objective=own_things:NoScale", "must hold 'scale', .* it has adv;")):
+        with pytest.raises(SystemExit, match=f"^error: .*own_things:.*{says}"):
+            train_here(wrong, "--out_dir=wrong", "--overwrite=True")
+    train_here("--objective=own_things:NoScale", "--distill=0", "--steps=1", "--out_dir=fine")
+
+
+def test_what_your_own_raises_names_its_place(tmp_path, monkeypatch):
+    """As a reward's does; what others raise does not."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "raises.py").write_text(RAISES)
+    for setting, name in (("evict", "method"), ("objective", "Mine"), ("task", "task")):
+        table = dict(evict=EVICT, objective=train.OBJECTIVES, task=TASKS)[setting]
+        monkeypatch.setitem(table, f"raises:{name}", None)
+        with pytest.raises(SystemExit) as e:
+            train_here(f"--{setting}=raises:{name}", "--out_dir=out", "--overwrite=True")
+        said = f"error: raises raised ValueError: boom ({tmp_path}/raises.py:4)"
+        assert str(e.value).startswith(said), setting
+    with pytest.raises(SystemExit) as e:  # the control: not the fault of the module that is named
+        train_here("--objective=raises:Mine", "--prompt_tokens=9")
+    assert "raised" not in str(e.value) and "raises.py" not in str(e.value)
 
 
 def test_bf16_weights_and_fp32_masters():
