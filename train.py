@@ -113,7 +113,7 @@ lora_targets = "all"     # beside which: all, qkvo, or names such as q_proj,v_pr
 steps = 60
 lr = 6e-4                # with LoRA about ten times that of full training
 warmup = 5               # steps of linear warm-up
-lr_schedule = "constant" # after it: constant, or linear or cosine down to lr_end at the last step
+lr_schedule = "constant" # after it: constant; linear or cosine, at lr_end one step after the last
 lr_end = 0.0             # a fraction of lr
 beta2 = 0.95
 weight_decay = 0.0
@@ -268,12 +268,13 @@ def distance(out, config):
 
 
 def learning_rate(config, step):
-    """Of one step: a linear warm-up, then constant or down to lr_end * lr at the last step."""
+    """Of one step: a linear warm-up, then constant or down, to lr_end * lr one step after
+    the last, so that with lr_end = 0 the last step trains too."""
     warm = min(1.0, (step + 1) / (config.warmup + 1))
     if config.lr_schedule == "constant":
         return config.lr * warm
-    steps = max(1, config.steps - 1 - config.warmup)
-    done = min(1.0, max(0, step - config.warmup) / steps)
+    steps = max(1, config.steps - config.warmup)
+    done = max(0, step - config.warmup) / steps
     left = 1 - done
     if config.lr_schedule == "cosine":
         left = (1 + math.cos(math.pi * done)) / 2

@@ -118,7 +118,15 @@ class Own:
             got = f"{len(found)} of them" if many else repr(found)[:80]
             raise RewardError("must be a list of one number (or dict) for each of "
                               f"{len(texts)} responses, got {got}")
-        return [self.checked(each) for each in found]
+        checked = []
+        for i, each in enumerate(found):
+            try:
+                each = each if isinstance(each, dict) else dict(reward=each)
+                checked.append(self.checked(each))
+            except RewardError as e:
+                where = f"response {i + 1} of {len(texts)}"
+                raise RewardError(f"{where}, {e}") from None
+        return checked
 
     def checked(self, found):
         found = named_numbers(found)
@@ -140,7 +148,7 @@ def named_numbers(returned):
     for name in returned:
         if not isinstance(name, str) or not name.isidentifier():
             raise RewardError(f"must have names that are identifiers, got {name!r:.80}")
-    return {name: number(x, f"{name} ") for name, x in returned.items()}
+    return {name: number(x, f"number {name!r}: ") for name, x in returned.items()}
 
 
 def number(x, what=""):

@@ -410,7 +410,7 @@ def judge_together(batch, texts, what, tokens):
     try:
         return batch[0].rule.many(rows, sum(texts, []), sum(tokens, []))
     except failures() as error:
-        raise RewardError(f"the reward of {what} {explain(error)}") from None
+        raise RewardError(f"the reward of {what}: {explain(error)}") from None
 
 
 TASKS = {
@@ -453,7 +453,10 @@ class Problems:
         self.file = None  # {split: Problems}
         examples = []
         if is_file(task):
-            no_chat = "" if tok.has_chat else "this checkpoint has no chat template"
+            no_chat = ""
+            if not tok.has_chat:
+                no_chat = ("this checkpoint has no chat template: give one with "
+                           "--template_file=FILE")
             no_chat = "raw_text=True" if raw_text else no_chat
             paths = sum(files.files_of(task, eval_task).values(), [])
             self.file, examples = read_splits(paths, shots, self.notes, rule=rule,

@@ -8,7 +8,8 @@ Text from a prompt on the command line, sampled under a compressed cache.
 The prompt goes through the checkpoint's chat template if it has one, unless --raw_text=True, behind
 a message of the system if --system=TEXT says one. A model that a run of train.py saved
 (--model=out/model, out/best) keeps what that run kept, with its --template and --raw_text, unless
-said otherwise; the first line tells. Greedy unless --temperature is above 0; --group samples share
+said otherwise; the first line tells. On a card it is loaded in float16 if it was saved so, else in
+bfloat16, on a CPU in float32. Greedy unless --temperature is above 0; --group samples share
 one compressed prompt cache. The last line says how many of the prompt's keys were kept and how many
 bytes the cache holds; --evict=none generates from the dense cache, to compare.
 
@@ -16,6 +17,7 @@ Left out on purpose: conversations, streaming.
 """
 import os
 from statistics import fmean
+from types import SimpleNamespace
 
 import torch
 
@@ -24,8 +26,10 @@ from data.tokenizer import Tokenizer
 from kvcache import EVICT, POOL, SPREAD, Eviction
 from model import Transformer, find_checkpoint
 from rollout import generate
+from run.settings import own_thing
 from support.configurator import Arguments, check, check_ranges
 from support.jsonfile import parse_object, read_json, shown
+from support.own import is_own
 from support.run import choose_device, is_of_a_run
 from support.screen import one_line_errors, tell
 
@@ -36,12 +40,12 @@ OPTIONS = {  # default, help
     "template": ("", 'arguments for the chat template: {"enable_thinking": false}'),
     "raw_text": (False, "prompt without chat template"),
     "control_tokens": (False, "with raw_text: text that spells a control token is one"),
-    "device": ("auto", "auto: cuda if there is one; cpu (float32), cuda:N (bfloat16)"),
+    "device": ("auto", "auto: cuda if there is one; cpu, cuda:N"),
     "group": (1, "samples"),
     "max_new_tokens": (64, "longest response"),
     "temperature": (0.0, "0: greedy"),
     "seed": (0, "of the sampling"),
-    "evict": ("snapkv", "eviction method"),
+    "evict": ("snapkv", f"{', '.join(EVICT)}, or module:name"),
     "budget": (256, "prompt keys kept per layer and KV head"),
     "spread": ("uniform", "of the budget over layers and KV heads"),
     "window": (32, "last tokens, whose attention votes"),
@@ -50,7 +54,7 @@ OPTIONS = {  # default, help
     "pool_by": ("max", "of neighbouring votes"),
     "response_budget": (0, "response keys kept; 0: all"),
     "period": (128, "steps between evictions of these")}
-CHOICES = dict(evict=list(EVICT), spread=list(SPREAD), pool_by=list(POOL))
+CHOICES = dict(spread=list(SPREAD), pool_by=list(POOL))
 RANGES = dict(group=(1, 10**6), max_new_tokens=(1, 10**9), temperature=(0, 100),
               seed=(0, 2**40))
 OF_A_RUN = ("evict", "budget", "spread", "window", "sinks", "pool", "pool_by",
@@ -69,7 +73,11 @@ def arguments(argv=None):
                             choices=CHOICES.get(key))
     parser.set_defaults(shots=0)  # a run's alone
     asked = parser.parse_args(argv)
-    found = settings_of_run(asked.model, defaults=vars(asked))
+    # argparse leaves what stands in a namespace already, unless the command line says it
+    said = vars(parser.parse_args(argv, SimpleNamespace(**dict.fromkeys(OPTIONS))))
+    given = [key for key in OPTIONS if said[key] is not None]
+    bring_in(said["evict"])
+    found = settings_of_run(asked.model, defaults=vars(asked), given=given)
     parser.set_defaults(**found)
     asked = parser.parse_args(argv)
     asked.of_the_run = " ".join(
@@ -79,14 +87,36 @@ def arguments(argv=None):
     return asked
 
 
-def settings_of_run(model, defaults):
-    """{setting: value} of the run of train.py in whose folder a model's folder is; {} if there is
-    none. Raises ValueError for a value that no run has."""
+def settings_of_run(model, defaults, given):
+    """{setting: value} of the run of train.py in whose folder a model's folder is, but for those
+    given on the command line; {} if there is none. Raises ValueError for a value that no run
+    has."""
     path = os.path.join(os.path.dirname(os.path.abspath(model)), "config.json")
     if not os.path.isdir(model) or not is_of_a_run(path):
         return {}
-    return {key: check(key, value, path, defaults, choices=CHOICES)
-            for key, value in read_json(path).items() if key in OF_A_RUN}
+    found = {key: value for key, value in read_json(path).items()
+             if key in OF_A_RUN and key not in given}
+    bring_in(found.get("evict"))
+    choices = dict(CHOICES, evict=list(EVICT))
+    return {key: check(key, value, path, defaults, choices=choices)
+            for key, value in found.items()}
+
+
+def bring_in(evict):
+    """Enter an eviction method that is named module:name into EVICT, as train.py does. Raises
+    ValueError for what cannot be one."""
+    if isinstance(evict, str) and is_own(evict):
+        EVICT[evict] = own_thing(evict, "evict")
+
+
+def dtype_of(device, folder):
+    """-> the dtype to load a checkpoint's folder in: float32 on a CPU; on a card float16 if it was
+    saved so, else bfloat16."""
+    if not device.startswith("cuda"):
+        return torch.float32
+    config = read_json(os.path.join(folder, "config.json"))
+    saved = config.get("dtype") or config.get("torch_dtype")  # transformers 5 renamed it
+    return torch.float16 if saved == "float16" else torch.bfloat16
 
 
 def asked(args, tok):
@@ -108,13 +138,10 @@ def run(args):
         method=args.evict, budget=args.budget, spread=args.spread, window=args.window,
         sinks=args.sinks, pool=args.pool, pool_by=args.pool_by, period=args.period,
         response_budget=args.response_budget or None)
-    args.dtype = "float32"
     choose_device(args)
-    if args.device.startswith("cuda"):
-        args.dtype = "bfloat16"
     folder = find_checkpoint(args.model)
     tok = Tokenizer(folder)
-    dtype = getattr(torch, args.dtype)
+    dtype = dtype_of(args.device, folder)
     net = Transformer.from_pretrained(folder, device=args.device, dtype=dtype)
     net.use_tokens(len(tok), tok.absent)
     template = parse_object(args.template or "{}", "template")

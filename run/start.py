@@ -254,11 +254,8 @@ def introduce(config, folder, net, problems, opt):
     tell_cache(config, net)
     for note in problems.notes:
         tell(note)
-    evicts = eviction_of(config).evicts(
-        problems.longest, config.max_new_tokens, n_layer=net.config.n_layer)
-    if config.evict != "none" and not evicts:
-        tell(f"nothing is evicted: the longest prompt has {problems.longest} tokens, "
-             f"budget is {config.budget}")
+    if config.evict != "none":
+        tell_nothing_evicted(config, net, problems)
     if config.reward != "auto":
         tell(f"reward by {problems.rule}")
     if config.lora_rank:
@@ -272,6 +269,29 @@ def introduce(config, folder, net, problems, opt):
     if asked == ("grpo", "none", "sequence", "learner"):
         tell("the policy term of the loss is 0 in value, not in gradient: the ratio "
              "is 1 on a rollout's first update")
+
+
+def tell_nothing_evicted(config, net, problems):
+    """Say so where the budget holds the longest prompt, or of a task that is generated, whose
+    longest is not known, the prompts of the first step."""
+    def evicts(n):
+        return eviction_of(config).evicts(
+            n, config.max_new_tokens, n_layer=net.config.n_layer)
+
+    if not evicts(problems.longest):
+        tell(f"nothing is evicted: the longest prompt has {problems.longest} tokens, "
+             f"budget is {config.budget}")
+        return
+    if problems.file:
+        return
+    longest = 0
+    for i in range(config.prompts):
+        _, (ids,) = problems.get("train", [i])
+        longest = max(longest, len(ids))
+        if evicts(longest):  # mostly the first one
+            return
+    tell(f"nothing is evicted from the first {config.prompts} prompts: the longest has "
+         f"{longest} tokens, budget is {config.budget}")
 
 
 def tell_cache(config, net):

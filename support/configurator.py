@@ -142,7 +142,7 @@ def unknown(key, where, defaults):
 def read_option(arg, defaults):
     """'--key=value' -> {key: value}"""
     key, equals, text = arg[2:].partition("=")
-    if not equals:
+    if not equals and (not key or key in defaults):  # another is unknown, however written
         raise ValueError(f"{printable(arg)}: write --key=value; --help lists the keys")
     if isinstance(defaults.get(key), str):
         return {key: text}  # a folder may be called 7

@@ -1,6 +1,7 @@
 """
 What is your own, named "module:name" on the command line: a reward, an eviction method, an
-objective, a task. The module is looked for in the current folder first.
+objective, a task. The module is looked for in the current folder first, then in
+those of PYTHONPATH.
 """
 import importlib
 import inspect
@@ -67,8 +68,8 @@ def load(module, what):
             line = f", line {e.lineno}"
         elif isinstance(e, ModuleNotFoundError):
             line = ""
-        raise ValueError(f"{what}: cannot import {module} from {here} or the path: "
-                         f"{reason(e)}{line}") from None
+        raise ValueError(f"{what}: cannot import {module} from {here}, PYTHONPATH "
+                         f"or what is installed: {reason(e)}{line}") from None
     want = os.path.join(here, *module.split(".")) + ".py"
     got = getattr(found, "__file__", None) or "built in"
     same = os.path.exists(got) and os.path.exists(want) and os.path.samefile(want, got)

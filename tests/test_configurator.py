@@ -132,12 +132,17 @@ def test_two_words_and_bare_flags():
     ("xyzzy_plugh", "--help lists the keys")])
 def test_other_names(key, says):
     """Those of other trainers lead to ours; nonsense leads to no name."""
-    with pytest.raises(ValueError, match=f"unknown key '{key}'; {says}$"):
-        configure(DEFAULTS, [f"--{key}=3"])
+    for argv in ([f"--{key}=3"], [f"--{key}", "3"], [f"--{key}"]):
+        with pytest.raises(ValueError, match=f"unknown key '{key}'; {says}$"):
+            configure(DEFAULTS, argv)
 
 
 def test_all_other_names_lead_somewhere():
     assert not {*ELSEWHERE.values()} - {*train.DEFAULTS} and not {*ELSEWHERE} & {*train.DEFAULTS}
+    for key, ours in ELSEWHERE.items():
+        for argv in ([f"--{key}=3"], [f"--{key}", "3"]):
+            with pytest.raises(ValueError, match=f"unknown key '{key}'; here it is '{ours}'$"):
+                configure(train.DEFAULTS, argv)
 
 
 def test_options_that_are_right():

@@ -15,7 +15,7 @@ from conftest import ROOT, read_checkpoint, train_here
 from data.tasks import Problems
 from data.tokenizer import Tokenizer
 from experiments import generate as command
-from kvcache import Eviction
+from kvcache import EVICT, Eviction
 from model import Transformer
 from rollout import generate
 from shadow_attn import shadow_attention
@@ -211,6 +211,42 @@ def test_generate_takes_text_as_it_stands(saved, capsys):
     assert tokens() == raw < whole == tokens("--raw_text=False")
     with pytest.raises(SystemExit, match="error: argument --raw_text: .*'maybe'"):
         tokens("--raw_text=maybe")
+
+
+def test_generate_evicts_by_a_method_of_ones_own(saved, capsys, monkeypatch):
+    """As the run that saved the model did, or as the command line says, which wins before anything
+    is looked for. Control: without its module the method of the run is an error."""
+    name = "own_method:newest"
+    monkeypatch.chdir(saved)
+    monkeypatch.setitem(EVICT, name, None)  # forgotten afterwards
+    model = f"--model={saved / 'model'}"
+    ran_with(saved, evict=name, budget="many")
+    assert "(snapkv)" in printed(capsys, model, "--evict=snapkv", "--budget=24")[-1]
+    ran_with(saved, evict=name, budget=24)
+    with pytest.raises(SystemExit, match="^error: evict: cannot import own_method .*PYTHONPATH"):
+        printed(capsys, model)
+    (saved / "own_method.py").write_text(
+        "import torch\n\ndef newest(q, k, e, elsewhere=None):\n"
+        "    return torch.arange(len(k), dtype=torch.float32).expand(k.shape[1], -1)\n")
+    lines = printed(capsys, model)
+    assert f"--evict={name}" in lines[0] and f" 24 kept per layer and KV head ({name})" in lines[-1]
+    ran_with(saved, evict="snapkv")
+    assert printed(capsys, model, f"--evict={name}")[1:] == lines[1:]
+    for wrong, says in (("own_method:oldest", "must define 'oldest'"),
+                        ("best", "choose from none, snapkv")):
+        with pytest.raises(SystemExit, match=f"^error: [^\n]*{says}"):
+            printed(capsys, model, f"--evict={wrong}")
+
+
+def test_generate_loads_what_was_saved_in_float16_as_that(tmp_path):
+    """On a card; under either name. A CPU computes in float32, and bfloat16 is for all others."""
+    for saved, want in ((dict(torch_dtype="float16"), torch.float16),
+                        (dict(dtype="float16"), torch.float16),
+                        (dict(torch_dtype="float32"), torch.bfloat16),
+                        (dict(dtype="bfloat16"), torch.bfloat16), ({}, torch.bfloat16)):
+        (tmp_path / "config.json").write_text(json.dumps(saved))
+        assert command.dtype_of("cuda:0", tmp_path) == want
+        assert command.dtype_of("cpu", tmp_path) == torch.float32
 
 
 @pytest.mark.parametrize("change, says", [

@@ -181,7 +181,8 @@ def test_a_chat_needs_a_template(tmp_path, plain, chat):
     rows = [dict(prompt=f"Say {i}.", answer=i) for i in range(11)]
     path = write(tmp_path / "a.jsonl",
                  [*rows, dict(messages=[user("Hi?")], answer="1")])
-    with refused(r'a.jsonl:12 has "messages", but this checkpoint has no'):
+    with refused(r'a.jsonl:12 has "messages", but this checkpoint has no chat '
+                 "template: give one with --template_file=FILE$"):
         made(path, plain)
     with refused(r'a.jsonl:12 has "messages", but raw_text=True'):
         made(path, chat, raw_text=True)

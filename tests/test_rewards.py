@@ -110,8 +110,8 @@ def test_numbers_that_a_function_returns():
             ({}, "must hold the name 'reward'"),
             (dict(right=1), "must hold the name 'reward', got .'right'"),
             ({"reward": 1, "a b": 1}, "identifiers, got 'a b'"), ({"reward": 1, 2: 1}, "got 2"),
-            (dict(reward=1, right="x"), "right must be a finite number, got 'x'"),
-            (dict(reward=float("inf")), "reward must be a finite number, got inf")):
+            (dict(reward=1, right="x"), "number 'right': must be a finite number, got 'x'"),
+            (dict(reward=float("inf")), "number 'reward': must be a finite number, got inf")):
         with refused(say):
             named_numbers(x)
     with refused("got 1j"):
@@ -126,7 +126,7 @@ def test_numbers_that_a_function_returns():
     ("x = 1\nx = 1 / 0", "mine:score", r"ZeroDivisionError: division by zero \(.*mine.py:2\)"),
     ("import nobodys_module", "mine:score", "No module named 'nobodys_module'"),
     ("exit(3)", "mine:score", "SystemExit: 3"),
-    ("", "nobodys:score", "cannot import nobodys .*No module named 'nobodys'"),
+    ("", "nobodys:score", "cannot import nobodys .*PYTHONPATH.*No module named 'nobodys'"),
     ("", "mine:", "unknown reward 'mine:': one of auto, exact"), ("", "boxd", "unknown reward"),
     ("", "a b:c", "unknown reward"), ("", ":score", "unknown reward"),
     ("", "mine.py:score", "unknown reward 'mine.py:score': .*; did you mean mine:score[?]$"),
@@ -414,6 +414,13 @@ short.batch = True
 def broken(rows, texts, tokens):
     return 1 / 0
 broken.batch = True
+def holed(rows, texts, tokens):
+    return [{"reward": 1, "side": float("nan") if text == hole else 0} for text in texts]
+holed.batch = True
+def bare(rows, texts, tokens):
+    return [float("inf") if text == hole else 0 for text in texts]
+bare.batch = True
+hole = "abc"
 """
 
 
@@ -429,10 +436,18 @@ def test_a_reward_for_a_whole_batch(tmp_path, monkeypatch):
     assert rewards == [[1, 3], [1, 1]] and parts == dict(right=[1, 0, 0, 1])
     calls = sys.modules["at_once"].calls
     assert calls == [(4, ["0", "0", "1", "1"], ["0", "abc", "x", "1"], [1, 2, 1, 3])]
-    for name, says in (("short", "training problems from 7 on must be a list of one number .* for "
+    for name, says in (("short", "training problems from 7 on: must be a list of one number .* for "
                                  "each of 4 responses, got 1 of them"),
-                       ("broken", "from 7 on raised ZeroDivisionError: .*at_once.py:")):
+                       ("broken", "from 7 on: raised ZeroDivisionError: .*at_once.py:"),
+                       ("holed", "from 7 on: response 2 of 4, number 'side': must be a finite "
+                                 "number, got nan$"),
+                       ("bare", "response 2 of 4, number 'reward': must be .*, got inf$")):
         rule = Own(f"at_once:{name}")
         with pytest.raises(RewardError, match=says):
             judge([replace(p, rule=rule) for p in batch], texts, "training", first=7,
                   tokens=tokens)
+    sys.modules["at_once"].hole = "nobody says it"  # control: the same function, no hole
+    rule = Own("at_once:holed")
+    rewards, parts = judge([replace(p, rule=rule) for p in batch], texts, "training", first=7,
+                           tokens=tokens)
+    assert rewards == [[1, 1], [1, 1]] and parts == dict(side=[0] * 4)

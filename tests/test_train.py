@@ -159,6 +159,27 @@ def test_nothing_is_evicted(tmp_path, capsys):
         "nothing is evicted: the longest prompt has 64 tokens, budget is 64"]
 
 
+def test_nothing_is_evicted_from_a_task_of_your_own(tmp_path, monkeypatch, capsys):
+    """Its prompts may be far below prompt_tokens: those of the first step tell."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setitem(TASKS, "short_words:task", None)  # forgotten afterwards
+    (tmp_path / "short_words.py").write_text(MINE)
+
+    def said(*ask):
+        job = set_up([*FAST, "--dry_run=True", "--task=short_words:task", *small, *ask],
+                     train.settings, train.OBJECTIVES)
+        lines = capsys.readouterr().out.splitlines()
+        lengths = map(len, job.problems.get("train", range(2))[1])
+        return max(lengths), [line for line in lines if line.startswith("nothing is evicted")]
+
+    small = ["--window=4", "--sinks=0"]
+    n, lines = said("--budget=24")
+    line = f"nothing is evicted from the first 2 prompts: the longest has {n} tokens, budget is "
+    assert n < 24 and lines == [f"{line}24"]
+    assert said(f"--budget={n}")[1] == [f"{line}{n}"]
+    assert said(f"--budget={n - 1}")[1] == said("--evict=none")[1] == []  # controls
+
+
 # settings
 
 @pytest.mark.parametrize("say, args", [
@@ -634,13 +655,18 @@ def test_idle_steps_are_counted_and_answers_shown(finished, tmp_path, capsys, mo
 
 
 @pytest.mark.parametrize("schedule, want", [
-    ("constant", [0.5, 1, 1, 1, 1, 1]), ("linear", [0.5, 1, 0.8, 0.6, 0.4, 0.2]),
-    ("cosine", [0.5, 1, 0.2 + 0.8 * 0.853553, 0.6, 0.2 + 0.8 * 0.146447, 0.2])])
+    ("constant", [0.5, 1, 1, 1, 1, 1]), ("linear", [0.5, 1, 0.84, 0.68, 0.52, 0.36]),
+    ("cosine", [0.5, 1, 0.2 + 0.8 * 0.904508, 0.2 + 0.8 * 0.654508, 0.2 + 0.8 * 0.345492,
+                0.2 + 0.8 * 0.095492])])
 def test_the_learning_rate_of_each_step(schedule, want):
     end = ["--lr_end=0.2"] if schedule != "constant" else []
     c = train.settings([f"--lr_schedule={schedule}", *end, "--steps=6", "--warmup=1", "--lr=0.1"])
     found = [train.learning_rate(c, step) / c.lr for step in range(6)]
     assert found == pytest.approx(want, abs=1e-5)
+    if end:  # one step after the last, which trains even where lr_end is 0
+        assert train.learning_rate(c, 6) / c.lr == pytest.approx(0.2)
+        c.lr_end = 0.0
+        assert train.learning_rate(c, 5) > 0 == pytest.approx(train.learning_rate(c, 6))
     with pytest.raises(ValueError, match="lr_end=0.2: lr_schedule=constant goes nowhere"):
         train.settings(["--lr_end=0.2"])
     c.steps = 1  # nothing to go down in
