@@ -286,7 +286,7 @@ def step_of(path, names):
 def difference(was, config, identity, equal, where):
     """The first difference to a run that began before in `where`, "" if there is none. was: its
     config.json. identity: fingerprints of what settings name now. equal: settings that must be."""
-    before = was.get("identity", {})
+    before = was.get("identity") or {}  # null, of an older run, is none
     for key in sorted(identity.keys() & before.keys()):
         if identity[key] != before[key]:
             return (f"{key} {shown(getattr(config, key))} has other contents now than "

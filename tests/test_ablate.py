@@ -310,6 +310,8 @@ def test_contents_of_finished_runs_are_compared(tmp_path):
         put(tmp_path / "old", made(4), **was)
         assert ablate.decide(tmp_path / "old", wanted()) is None
         file.write_bytes(before)
+    put(run, made(4), **was, identity=None)
+    assert ablate.decide(run, wanted()) is None
     put(run, made(4), **was, identity=[])
     with pytest.raises(ValueError, match="config.json: identity must be an object, got a"):
         ablate.decide(run, wanted())
