@@ -148,7 +148,7 @@ def request(texts, common, seeds):
                 raise ValueError(f"arm {name!r}: {key}: every run gets its own, from "
                                  "--seeds and --out")
         if config.dry_run:
-            raise ValueError(f"arm {name!r}: dry_run=True is for train.py")
+            raise ValueError(f"arm {name!r}: dry_run=True trains nothing")
         arms[name] = dict(args=shlex.join(args), seeds=list(seeds), steps=config.steps,
                           start=start_of(config))
     return arms, configs

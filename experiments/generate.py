@@ -80,6 +80,7 @@ def arguments(argv=None):
     found = settings_of_run(asked.model, defaults=vars(asked), given=given)
     parser.set_defaults(**found)
     asked = parser.parse_args(argv)
+    bring_in(asked.evict, bool(asked.response_budget))
     asked.of_the_run = " ".join(
         f"--{key}={value}" for key, value in found.items()
         if value is not False and value != "" and key != "shots"
@@ -102,11 +103,11 @@ def settings_of_run(model, defaults, given):
             for key, value in found.items()}
 
 
-def bring_in(evict):
-    """Enter an eviction method that is named module:name into EVICT, as train.py does. Raises
-    ValueError for what cannot be one."""
+def bring_in(evict, elsewhere=False):
+    """Enter an eviction method that is named module:name into EVICT, as train.py does. elsewhere:
+    whether response keys are evicted too. Raises ValueError for what cannot be one."""
     if isinstance(evict, str) and is_own(evict):
-        EVICT[evict] = own_thing(evict, "evict")
+        EVICT[evict] = own_thing(evict, "evict", elsewhere)
 
 
 def dtype_of(device, folder):
