@@ -6,8 +6,8 @@ the named comparisons stood here before the first of these runs.
     python -m experiments.plan rates                 # what the rule chooses, from results/tune
     python -m experiments.plan main budgets long     # at these rates
     python -m experiments.plan bases OUT/m1200 ...   # the four arms on other checkpoints
-    python -m experiments.plan list-pilot --model=smollm2    # a real model, long lists: its rates
-    python -m experiments.plan list --model=smollm2 --jobs=4
+    python -m experiments.plan list-pilot list-budgets --model=smollm2   # a real model, long lists
+    python -m experiments.plan list/middle list/mild list/strong --model=smollm2 --jobs=4
     python -m experiments.plan gsm8k --model=qwen --task=gsm8k/train.jsonl
 
 Each part is one or two commands of experiments/ablate.py: what was finished is not run again. Other
@@ -20,9 +20,13 @@ tried, one rate more is tried beyond it (`tune` again), and the choice is made a
 are no arm of the main five have three rates and one seed.
 
 On the real model (config/smollm2.py) the rule is the same, but `list-pilot` has two rates, one seed
-and the middle budget, and no rate is tried beyond. Its budgets are to be mild, middle and strong:
-before the first run of `list` a pilot may replace them. In `gsm8k` all arms have the rate of shadow
-and smd, at which naive and tis have not been run on five seeds.
+and 512 keys, and no rate is tried beyond. There 512 keys turned out to be mild: naive ended highest
+served compressed. So `list-budgets` tries fewer keys, in 100 steps of one seed. The middle budget
+of `list` is the smallest at which smd ends at 0.3 or more served compressed; mild and strong are
+the next larger and the next smaller one. Then `list-dtype` repeats smd in float16, `list-lora`
+trains the adapters that are published, and `list-alone` times each arm with no other run on its
+card. In `gsm8k` all arms have the rate of shadow and smd, at which naive and tis have not been run
+on five seeds.
 """
 import os
 import subprocess
@@ -45,9 +49,13 @@ TUNE = ["--steps=150", "--eval_every=10", "--eval_problems=256", "--eval_final=5
 COMPARE = ("smd/naive/compressed,smd/naive/dense,smd/shadow/dense,smd/tis/compressed,"
            "smd/dense/dense>-0.02")
 # the real model: after LONG, whose options these replace
-BUDGETS = dict(mild=640, middle=512, strong=384)  # of 1,150 prompt keys
-LIST = ["--steps=200", "--eval_every=25", "--eval_problems=128", "--eval_final=256",
+KEYS = [640, 512, 384, 256, 192, 128]  # of 1,150 prompt keys; the second is list-pilot's
+ENOUGH = 0.3  # of smd's reward served compressed
+LIST = ["--steps=200", "--eval_every=40", "--eval_problems=128", "--eval_final=256",
         "--eval_batch=128", "--lean=True"]
+PILOT = ["--seeds=1", "--first=100", "--eval_first=10000"]
+ALONE = ["--steps=12", "--eval_every=1000", "--eval_problems=16", "--eval_final=16",
+         "--eval_batch=16", "--seeds=1", "--jobs=1"]
 LIST_COMPARE = ("smd/naive/compressed,smd/shadow/compressed,smd/shadow/dense,"
                 "smd/tis/compressed")
 GSM8K = ["--steps=80", "--eval_every=20", "--eval_problems=128", "--eval_final=512",
@@ -108,26 +116,54 @@ def rate(part="tune"):
     return {name: at(choose(rates)) for name, rates in tuned(part).items()}
 
 
+def budgets():
+    """{mild, middle, strong: keys}, by the rule; empty until list-budgets is complete."""
+    kept, found = os.path.join(KEEP, "list-budgets"), {}
+    if os.path.exists(os.path.join(kept, "settings.json")):
+        for name, arm_of in load(kept).items():
+            if name.startswith("smd ") and arm_of["logs"]:
+                end = fmean(results(arm_of, CACHES["compressed"]).values())
+                found[int(name.partition("budget=")[2])] = end
+    if set(found) != {*KEYS[2:-1]}:
+        return {}
+    middle = max(i for i in range(1, 5) if found.get(KEYS[i], 1) >= ENOUGH)
+    return dict(zip(("mild", "middle", "strong"), KEYS[middle - 1:middle + 2]))
+
+
 def real_parts():
-    """Of the real models; `list` only once list-pilot has a rate for each arm."""
+    """Of the real models; `list` only once list-pilot has a rate for each arm and list-budgets an
+    end for each budget."""
     def arms(base, names, options):
         return [arm(f"{base}.py+config/{name}", options[name]) for name in names]
 
     slow, fast, harmful = (dict.fromkeys(MAIN, at(lr)) for lr in (2e-5, 4e-5, 3e-6))
-    keys = {name: [*LIST, f"--budget={n}"] for name, n in BUDGETS.items()}
-    pilot = [*keys["middle"], "--seeds=1", "--first=100", "--eval_first=10000"]
+    three = ["naive", "shadow", "smd"]
+    pilot = [*LIST, f"--budget={KEYS[1]}", *PILOT]
+    fewer = [f"{each} --budget={keys}" for keys in KEYS[2:-1]
+             for each in arms("smollm2", three, fast)]
     found = {
         "list-pilot": [([*arms("smollm2", MAIN, slow), *arms("smollm2", MAIN, fast)],
                         pilot)],
+        "list-budgets": [(fewer, [*LIST, *PILOT, "--steps=100", "--eval_every=80"])],
         "gsm8k": [(arms("gsm8k", ["naive", "tis", "shadow", "smd"], harmful),
                    [*GSM8K, "--seeds=5", f"--compare={GSM8K_COMPARE}"])]}
-    lr, tried = rate("list-pilot"), tuned("list-pilot")
-    if all(len(tried.get(name, ())) == 2 for name in MAIN):
-        options = [*keys["middle"], "--seeds=5", f"--compare={LIST_COMPARE}"]
-        found["list/middle"] = [(arms("smollm2", MAIN, lr), options)]
+    lr, tried, keys = rate("list-pilot"), tuned("list-pilot"), budgets()
+    if keys and all(len(tried.get(name, ())) == 2 for name in MAIN):
+        at_keys = {name: [*LIST, f"--budget={n}"] for name, n in keys.items()}
+        found["list/middle"] = [(arms("smollm2", MAIN, lr),
+                                 [*at_keys["middle"], "--seeds=5",
+                                  f"--compare={LIST_COMPARE}"])]
         for name in ("mild", "strong"):
-            found[f"list/{name}"] = [(arms("smollm2", ["naive", "shadow", "smd"], lr),
-                                      [*keys[name], "--seeds=2"])]
+            found[f"list/{name}"] = [(arms("smollm2", three, lr),
+                                      [*at_keys[name], "--seeds=2"])]
+        half = [f"{each} --dtype=float16" for each in arms("smollm2", ["smd"], lr)]
+        found["list-dtype"] = [(half, [*at_keys["middle"], "--seeds=3"])]
+        # ten times the rate, as is usual for LoRA; what is saved stays
+        thin = [f"{each} --lora_rank=8" for each in arms(
+            "smollm2", ["naive", "smd"], dict.fromkeys(MAIN, at(4e-4)))]
+        found["list-lora"] = [(thin, [*LIST[:-1], at_keys["middle"][-1], "--seeds=1"])]
+        found["list-alone"] = [(arms("smollm2", MAIN, lr),
+                                [at_keys["middle"][-1], *ALONE])]
     return found
 
 

@@ -28,6 +28,7 @@ def rates_of_pilots(monkeypatch, found):
     """Let `tuned` find these rates in list-pilot, and in tune what is there."""
     there = plan.tuned()
     monkeypatch.setattr(plan, "tuned", lambda part="tune": {"tune": there}.get(part, found))
+    monkeypatch.setattr(plan, "budgets", lambda: dict(mild=512, middle=384, strong=256))
 
 
 def test_every_part_is_a_request_that_ablate_takes(monkeypatch):
@@ -56,7 +57,7 @@ def test_a_real_model_has_its_rates_before_its_runs(monkeypatch):
     (arms, options), = parts["list/middle"]
     assert arms == [f"config/smollm2.py+config/{name}.py --lr={4 if name == 'smd' else 2}e-5"
                     for name in plan.MAIN]
-    assert "--seeds=5" in options and "--budget=512" in options
+    assert "--seeds=5" in options and "--budget=384" in options
     (arms, pilot), = parts["list-pilot"]
     assert len(arms) == 10 and {"--first=100", "--eval_first=10000", "--seeds=1"} < {*pilot}
     assert not {"--first=100", "--eval_first=10000"} & {*options}
@@ -64,8 +65,24 @@ def test_a_real_model_has_its_rates_before_its_runs(monkeypatch):
         "list/middle", "list/mild", "list/strong"]
     for lacks in (dict(found, tis={2e-5: (1,)}), {**found, "tis": {}}, {}):
         rates_of_pilots(monkeypatch, {name: its for name, its in lacks.items() if its})
-        assert {"list-pilot", "gsm8k"} == {
+        assert {"list-pilot", "list-budgets", "gsm8k"} == {
             part for part in plan.parts() if part.startswith(("list", "gsm8k"))}
+
+
+@pytest.mark.parametrize("ends, chosen", [
+    ((0.7, 0.4, 0.1), (384, 256, 192)), ((0.7, 0.4, 0.3), (256, 192, 128)),
+    ((0.2, 0.1, 0.0), (640, 512, 384)), ((0.3, 0.2, 0.1), (512, 384, 256)), ((0.7, 0.4), ())])
+def test_the_smallest_budget_that_smd_learns_under_is_the_middle(
+        ends, chosen, tmp_path, monkeypatch):
+    runs = {f"smd lr=4e-5 budget={keys}": dict(logs=[end])
+            for keys, end in zip((384, 256, 192), ends)}
+    monkeypatch.setattr(plan, "KEEP", str(tmp_path))
+    assert plan.budgets() == {}  # no such runs yet
+    (tmp_path / "list-budgets").mkdir()
+    (tmp_path / "list-budgets/settings.json").write_text("{}")
+    monkeypatch.setattr(plan, "load", lambda kept: {"naive lr=4e-5 budget=384": {}, **runs})
+    monkeypatch.setattr(plan, "results", lambda run, key: {100: run["logs"][0]})
+    assert tuple(plan.budgets().values()) == chosen
 
 
 def test_a_name_stands_for_its_parts_and_options_go_to_each(monkeypatch):
