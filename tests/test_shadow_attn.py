@@ -7,7 +7,6 @@ whole grid on a GPU, in fp32 and bf16; on machines without one they run on a sma
 Triton's interpreter, in a process of its own.
 """
 import math
-import os
 import subprocess
 import sys
 from itertools import product
@@ -17,25 +16,11 @@ import torch
 
 import experiments.attention
 import shadow_attn
-from conftest import (
-    CUDA,
-    DEVICE,
-    INTERPRET,
-    ROOT,
-    beside_interpreter,
-    kernel,
-    largest_tensor,
-)
+from conftest import CUDA, DEVICE, INTERPRET, ROOT, beside_interpreter, kernel, largest_tensor
 from experiments.attention import group_until
 from fast import attention as tuned
 from fast.attention import TILE_K, TILE_Q, make_plan, make_plans
-from shadow_attn import (
-    definition,
-    shadow_attention,
-    shadow_attention_ref,
-    triton,
-    visible,
-)
+from shadow_attn import definition, shadow_attention, shadow_attention_ref, triton, visible
 
 KERNELS = "(triton or simple) and not gpu and not import"  # in the interpreter
 NS = 1, 15, 16, 17, 63, 64, 65, 127, 129, 700
@@ -112,11 +97,6 @@ def run(impl, q, k, v, until, grad, scale=None):
     return got
 
 
-@torch.no_grad()
-def run_forward(impl, q, k, v, until):
-    return shadow_attention(q, k, v, until, impl=impl)
-
-
 def errors(got, want):
     """Error in norm of each tensor, relative to max(1, norm)."""
     return [((a.double() - b).norm() / b.norm().clamp(min=1)).item()
@@ -125,6 +105,11 @@ def errors(got, want):
 
 def error(got, want):
     return max(errors(got, want))
+
+
+@torch.no_grad()
+def run_forward(impl, q, k, v, until):
+    return shadow_attention(q, k, v, until, impl=impl)
 
 
 def check_case(impl, device, dtype, *, N, hs, heads):
@@ -155,7 +140,11 @@ def test_definition(scale):
 
 @pytest.mark.parametrize("N", NS)
 def test_ref_grid(N):
-    for hs, heads in product(SIZES, HEADS):
+    """All sizes and heads; of the longest, which takes seconds, three."""
+    sizes = product(SIZES, HEADS)
+    if N == 700:
+        sizes = zip(SIZES[::2], HEADS)
+    for hs, heads in sizes:
         check_case("ref", "cpu", torch.float32, N=N, hs=hs, heads=heads)
 
 
@@ -218,6 +207,7 @@ def test_negative_controls(impl, device):
 
 @real_impl
 def test_strides(impl, device):
+    """Any layout; two runs agree bit for bit."""
     # a multiple of the tile: otherwise padding makes a contiguous copy of `until`
     N, nh, nkv, hs = 2 * TILE_K, 4, 2, 16
     *_, until = case(N, nh, nkv, hs, device=device)
@@ -228,21 +218,14 @@ def test_strides(impl, device):
              torch.randn(hs, nh, N, device=device).permute(2, 1, 0))
     until = until.t().contiguous().t()
     for g in grads:
-        got = run(impl, *odd, until=until, grad=g)
+        got, again = (run(impl, *odd, until=until, grad=g) for _ in range(2))
+        assert all(torch.equal(a, b) for a, b in zip(got, again))
         assert error(got, oracle(*odd, until, grad=g)) < TOLERANCE[torch.float32]
         plain = run(impl, *(x.contiguous() for x in odd), until=until.contiguous(),
                     grad=g.contiguous())
         # the kernel reads the same numbers in the same order; a BLAS may choose another
         # order for another layout
         assert impl == "ref" or all(torch.equal(a, b) for a, b in zip(got, plain))
-
-
-@real_impl
-def test_two_runs_are_bitwise_equal(impl, device):
-    q, k, v, grad, until = case(150, 3, 1, 16, device=device)
-    once = run(impl, q, k, v, until=until, grad=grad)
-    again = run(impl, q, k, v, until=until, grad=grad)
-    assert all(torch.equal(a, b) for a, b in zip(once, again))
 
 
 @every_impl
@@ -308,11 +291,11 @@ def test_ref_empty_rows_whatever_sdpa_does(monkeypatch):
 
 
 def test_no_dense_mask():
-    N = 3000
+    N = 1500
     q, k, v, grad, until = case(N, 1, 1, 16)
     until[:] = N  # plain causal, the densest there is
     largest = largest_tensor(lambda: run("ref", q, k, v, until=until, grad=grad))
-    assert 0 < largest <= shadow_attn.CHUNK * N < N * N / 10
+    assert 0 < largest <= shadow_attn.CHUNK * N < N * N / 5
 
 
 # the plan
@@ -483,13 +466,10 @@ def test_errors_of_kernels(impl):
 
 def test_dispatch():
     q, k, v, _, until = case(40, 4, 2, 16)
-    assert torch.equal(shadow_attention(q, k, v, until),
-                       shadow_attention_ref(q, k, v, until))
     q, k, v = (x.bfloat16() for x in (q, k, v))  # computed in fp32, rounded once
     low = shadow_attention(q, k, v, until)
-    assert low.dtype == torch.bfloat16
     high = shadow_attention_ref(q.float(), k.float(), v.float(), until)
-    assert torch.equal(low, high.bfloat16())
+    assert low.dtype == torch.bfloat16 and torch.equal(low, high.bfloat16())
     if triton is not None and not INTERPRET:
         with pytest.raises(ValueError, match="needs CUDA tensors, got cpu"):
             shadow_attention(q, k, v, until, impl="triton")
@@ -548,10 +528,11 @@ def test_smaller_blocks_when_out_of_shared_memory(monkeypatch):
         launch(torch.float32)
 
 
-def test_self_check_command():
+@pytest.mark.skipif(INTERPRET, reason="the kernels are held above")
+@pytest.mark.parametrize("bound, ends", [(1e-5, "ok"), (0, "FAILED")])
+def test_self_check_command(monkeypatch, capsys, bound, ends):
     """Attention of the learner and of a decoding step, against their formulas."""
-    env = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
-    command = [sys.executable, "-m", "experiments.attention"]
-    result = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True)
-    assert result.returncode == 0, result.stdout + result.stderr
-    assert result.stdout.rstrip().endswith("ok")
+    monkeypatch.setattr(experiments.attention, "DECODING", experiments.attention.DECODING[:1])
+    monkeypatch.setitem(experiments.attention.BOUNDS, torch.float32, bound)
+    assert experiments.attention.main() == (ends == "FAILED")
+    assert capsys.readouterr().out.splitlines()[-1].startswith(ends)
