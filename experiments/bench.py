@@ -973,7 +973,8 @@ def search(contender, make, f, a, b):
             model.zero_grad(set_to_none=True)
 
     with short_lives():
-        return dict(longest_that_runs(run_it, room, a, b, contender), room_gb=room)
+        row = longest_that_runs(run_it, room, a, b, contender=contender)
+    return dict(row, room_gb=room)
 
 
 def longest_that_runs(f, room, a, b, contender=None):
