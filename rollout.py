@@ -106,14 +106,14 @@ def join(rollouts):
     other. One alone comes back as it is."""
     if len(rollouts) == 1:
         return rollouts[0]
-    together = {name: torch.cat([getattr(r, name) for r in rollouts])
+    together = {name: torch.cat([getattr(one, name) for one in rollouts])
                 for name in ("tokens", "lengths", "logp_roll", "stopped")}
-    lists = {name: sum((getattr(r, name) for r in rollouts), [])
+    lists = {name: sum((getattr(one, name) for one in rollouts), [])
              for name in ("prompts", "kept", "sizes")}
     return Rollout(
         **together, **lists, temperature=rollouts[0].temperature,
-        until=torch.cat([r.until for r in rollouts], dim=2),
-        kv={name: sum(r.kv[name] for r in rollouts) for name in rollouts[0].kv})
+        until=torch.cat([one.until for one in rollouts], dim=2),
+        kv={name: sum(one.kv[name] for one in rollouts) for name in rollouts[0].kv})
 
 
 def draw_token(logits, temperature, rng, samples=None):

@@ -906,7 +906,7 @@ def memory(report, name, lengths, sampled, learnt):
         else:
             row["note"] = "peaks need CUDA"
         report.add(f"prompt {P:,}", row)
-    del model
+    model = None  # its room is for longer prompts
     release()
     longest_prompts(report, name, sampled, learnt)
 

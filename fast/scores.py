@@ -10,6 +10,7 @@ A method that scores each KV head by itself computes the same if the prompts pas
 heads, in a fifth of the launches (`folded`); any other runs under torch.vmap (`vmapped`), where a
 prompt cannot see the others either. And attention of all queries to a long prompt is large, but
 what a method makes of it is a sum over queries, so few of them are held at a time (`summed`).
+Letters are those of kvcache.py.
 """
 import torch
 

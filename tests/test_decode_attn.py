@@ -75,9 +75,9 @@ def test_negative_controls(impl):
     what is in the slots that a head does not use is not seen."""
     torch.manual_seed(0)
     names = "q k v prompt_k prompt_v n_kept response_k response_v t".split()
-    shape = Shape(B=2, G=2, nh=4, nkv=2, hs=16, K=40, R=30, t=11)
+    shape = Shape(B=2, G=2, nh=4, nkv=2, hs=16, K=24, R=14, t=11)
     right = dict(zip(names, finite_example(*shape, dtype=torch.float32)))
-    n_kept = torch.tensor([[40, 7], [1, 23]], device=DEVICE, dtype=torch.int32)
+    n_kept = torch.tensor([[24, 7], [1, 13]], device=DEVICE, dtype=torch.int32)
     right["n_kept"] = n_kept
     want = formula(**right)
 
@@ -86,11 +86,11 @@ def test_negative_controls(impl):
         return error(decode_attention(**{**right, **fresh, **change}, impl=impl), want)
 
     q, k, t = right["q"], right["k"], right["t"]
-    padding = (torch.arange(40, device=DEVICE) >= n_kept[:, :, None])[..., None]
+    padding = (torch.arange(24, device=DEVICE) >= n_kept[:, :, None])[..., None]
     dirty = {name: right[name].masked_fill(padding, torch.nan) for name in ("prompt_k", "prompt_v")}
     assert wrong_by() < 1e-6 and wrong_by(**dirty) < 1e-6
     fullest = n_kept.amax(1, keepdim=True).repeat(1, 2)
-    for change in (dict(n_kept=torch.full_like(n_kept, 40)),  # padding taken for keys
+    for change in (dict(n_kept=torch.full_like(n_kept, 24)),  # padding taken for keys
                    # counts of another KV head, of another prompt, of the fullest head
                    *(dict(n_kept=x) for x in (n_kept.flip(1), n_kept.flip(0), fullest)),
                    dict(t=t - 1), dict(t=t + 1),  # a response key too few, too many
