@@ -44,8 +44,7 @@ class NotFinite(ValueError, FloatingPointError):
 
 @dataclass(frozen=True)
 class Eviction:
-    """Which keys a rollout keeps, counted in keys per layer and KV head. Raises ValueError for
-    what cannot mean what it says."""
+    """Which keys a rollout keeps, per layer and KV head. Raises ValueError for what cannot be."""
     method: str = "snapkv"   # a name in EVICT; "none" keeps all
     budget: int = 256        # prompt keys kept, window and sinks included
     window: int = 32         # the last keys: always kept, and their queries vote
@@ -222,12 +221,10 @@ def random(q, k, eviction, elsewhere=None):
 class Method:
     """A function that scores keys, and what it needs: of a bare function what is said here."""
     score: Callable
-    # it takes the queries of all rows, beyond the window; its scores add up over evictions
-    all_queries: bool = False
-    # it weighs the scored keys against other keys too, so `elsewhere` is computed for it
-    needs_elsewhere: bool = True
-    # it scores each KV head by itself and draws nothing, so the heads of several prompts may go
-    # into one call as if they were one prompt's, which saves launches
+    all_queries: bool = False     # it takes those of all rows; its scores add up over evictions
+    needs_elsewhere: bool = True  # it weighs keys against others too: `elsewhere` is computed
+    # it scores each KV head by itself, without drawing: several prompts may pass as further KV
+    # heads, which saves launches
     by_head: bool = False
 
     def __call__(self, *inputs):
@@ -343,8 +340,7 @@ class KVCache:
         # the log: kept[prompt][layer] is (nkv, K); until, the step at which a response key dies
         self.kept = [[None] * L for _ in lengths]
         self.until = torch.full((L, S, nkv, R), R, device=device, dtype=torch.int32)
-        # False once a score was NaN or inf
-        self.finite = torch.ones((), device=device, dtype=torch.bool)
+        self.finite = torch.ones((), device=device, dtype=torch.bool)  # are all scores?
         if eviction.response_budget is None:
             return
         # what choosing among response keys takes; nbytes does not count it. The last queries, that
@@ -384,15 +380,13 @@ class KVCache:
         # copies: no view keeps the dense keys alive
         self.prompt_k[layer][which, :, :K] = chosen(k.transpose(1, 2), slot)
         self.prompt_v[layer][which, :, :K] = chosen(v.transpose(1, 2), slot)
-        for i in range(n):
-            self.kept[which.start + i][layer] = kept[i]         # (nkv, K)
+        for prompt, positions in enumerate(kept, which.start):
+            self.kept[prompt][layer] = positions                # (nkv, K)
 
     def scores(self, layer, t, q, k, elsewhere=None):
-        """The method's scores of n prompts or samples, each by itself: q (n, W, nh, hs), k
-        (n, keys, nkv, hs), elsewhere None or (n, nh, W) -> (n, nkv, keys)
-
-        As torch.stack([score_one(q[i], k[i]) for i in range(n)]); fast/scores.py does several at
-        once."""
+        """The method's scores of n prompts or samples, each by itself (fast/scores.py does several
+        at once): q (n, W, nh, hs), k (n, keys, nkv, hs), elsewhere None or (n, nh, W)
+        -> (n, nkv, keys)"""
         def score_one(q, k, *elsewhere):
             score = self.method.score(q, k, self.eviction, *elsewhere)
             want = k.shape[1], len(k)
@@ -485,14 +479,11 @@ class KVCache:
     def kept_positions(self):
         """The log of each prompt: (L, nkv, K) int64 where all layers and KV heads keep equally
         many, else lists [layer][KV head] of (K,). Index either by layer and KV head."""
-        found = []
-        for P, layers in zip(self.lengths, self.kept):
-            if self.eviction.spread in BY_HEAD:
-                layers = [[kept[kept < P] for kept in heads] for heads in layers]
-            elif len({heads.shape for heads in layers}) == 1:
-                layers = torch.stack(layers)                    # (L, nkv, K)
-            found.append(layers)
-        return found
+        if self.eviction.spread in BY_HEAD:
+            return [[[kept[kept < P] for kept in heads] for heads in layers]
+                    for P, layers in zip(self.lengths, self.kept)]
+        return [torch.stack(layers) if len({heads.shape for heads in layers}) == 1
+                else layers for layers in self.kept]
 
     def nbytes(self):
         """Bytes of storage that hold keys and values, counted from the storages themselves."""

@@ -30,7 +30,6 @@ Letters: B prompts of P tokens, G samples of R tokens for each; nh query and nkv
 hs; N rows of a packed group, T of an unpacked sequence, V token ids.
 """
 import functools
-import glob
 import json
 import os
 import random
@@ -40,6 +39,7 @@ import time
 import warnings
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from pathlib import Path
 from types import SimpleNamespace
 
 import torch
@@ -495,11 +495,8 @@ def step_bytes(name, prompt_keys, S, keys):
 
 
 def our_sampling(name, work, prompts, repeat):
-    model = ours(name)
-
-    def generate(n):
-        sampler.generate(model, prompts, work.G, n, eviction=work.eviction)
-
+    generate = functools.partial(
+        sampler.generate, ours(name), prompts, work.G, eviction=work.eviction)
     return timed_sampling(generate, name, work, repeat=repeat,
                           prompt_keys=work.B * min(work.P, work.budget))
 
@@ -757,13 +754,10 @@ def now():
 
 def trl_row(name, work, steps, dtype, rank=0):
     try:
-        seconds, rollout_s, peak, versions = trl_step(
-            raw_config(name), work, steps + 1, dtype, peft=peft_config(rank))
+        return trl_step(raw_config(name), work, steps + 1, dtype,
+                        peft=peft_config(rank))
     except ImportError as e:
         return dict(note=f"pip install trl, for LoRA also peft: {e}")
-    whole, part = statistics.median(seconds[1:]), statistics.median(rollout_s[1:])
-    return dict(ms=1e3 * whole, first_s=seconds[0], rollout_s=part,
-                learn_s=whole - part, peak_gb=peak, versions=versions)
 
 
 def peft_config(rank):
@@ -778,8 +772,7 @@ def peft_config(rank):
 
 def trl_step(raw, work, steps, dtype, peft=None):
     """TRL's GRPOTrainer on random weights and random prompts: `steps` times one generation and one
-    optimizer update. -> seconds of each step, the first of which warms up; the part of each in
-    generate; peak GB after the warm-up; versions
+    optimizer update, the first of which warms up. -> row, with versions
 
     raw: a config.json as dict; prompts have exactly P tokens, samples exactly R new ones. dtype: of
     the parameters; "float32" is what GRPOTrainer loads by default, computing in bf16 autocast on
@@ -825,7 +818,9 @@ def trl_step(raw, work, steps, dtype, peft=None):
     trainer.accelerator.free_memory()
     del model.generate
     versions = {m.__name__: m.__version__ for m in (trl, transformers, datasets, torch)}
-    return seconds, rollout_s, peak, versions
+    whole, part = statistics.median(seconds[1:]), statistics.median(rollout_s[1:])
+    return dict(ms=1e3 * whole, first_s=seconds[0], rollout_s=part,
+                learn_s=whole - part, peak_gb=peak, versions=versions)
 
 
 def word_tokenizer(V):
@@ -1275,12 +1270,10 @@ def gaps(folder, name, work, lengths, kind):
 
 def documents(tok, B, P):
     """B prompts of P tokens, one after the other, of the documents of this repository."""
-    root = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
     ids = []
-    for path in sorted(glob.glob(os.path.join(root, "docs", "*.md"))):
+    for path in sorted(Path(__file__).parent.parent.glob("docs/*.md")):
         if len(ids) < B * P:
-            with open(path, encoding="utf-8") as f:
-                ids += tok.encode(f.read())
+            ids += tok.encode(path.read_text(encoding="utf-8"))
     return [ids[b * P:(b + 1) * P] for b in range(B)]
 
 

@@ -35,8 +35,7 @@ def results(tmp_path_factory):
     """What `python -m experiments.bench all` writes."""
     out = tmp_path_factory.mktemp("bench")
     bench.main(["all", "--quick", f"--out={out}"])
-    return {part: json.loads((out / f"bench-{part}-cpu.json").read_text())
-            for part in bench.PARTS}
+    return {part: json.loads((out / f"bench-{part}-cpu.json").read_text()) for part in bench.PARTS}
 
 
 def rows(result, table=0):
@@ -59,8 +58,7 @@ def test_every_part_writes_its_numbers(results):
                 if row["name"].startswith(("FlexAttention", "SDPA, mask")):
                     assert row["error"] < 1e-5
                 if "share" in row:
-                    tops = dict(matmul=r["matmul_tflops"] * 1e9,
-                                copy=r["copy_gb_s"] * 1e6)
+                    tops = dict(matmul=r["matmul_tflops"] * 1e9, copy=r["copy_gb_s"] * 1e6)
                     share = row["work"] / row.get("step_ms", row["ms"])
                     assert row["share"] == pytest.approx(share / tops[row["limit"]])
 

@@ -254,8 +254,7 @@ def test_scores_at_once_are_each_by_itself(name, monkeypatch):
     e = Eviction(name, budget=12, window=W, sinks=2, pool=1)
     n = P if EVICT[name].all_queries else W
     for z in (None, away):
-        inputs = [[q[i, P - n:], k[i], e, *([] if z is None else [z[i, :, -n:]])]
-                  for i in range(3)]
+        inputs = [[q[i, P - n:], k[i], e, *([] if z is None else [z[i, :, -n:]])] for i in range(3)]
         want = torch.stack([EVICT[name](*one) for one in inputs])
         for by_head, size in ((True, 2**25), (False, 2**25), (True, 1), (False, 1)):
             with monkeypatch.context() as m:
@@ -565,14 +564,6 @@ def test_response_storage(model):
         e = Eviction(evict, **SMALL, response_budget=9, period=10**12)
         r = generate(model, prompts(40), 2, 6, eviction=e)
         assert (r.until == 6).all() and gap(model, r) <= 1e-4
-
-
-def test_response_budget_that_is_not_reached(model):
-    budgets = [Eviction(**SMALL, response_budget=n, period=4) for n in (None, 19, 9)]
-    a, b, c = (generate(model, prompts(40, 33), 2, 20, eviction=e, seed=2) for e in budgets)
-    assert torch.equal(a.tokens, b.tokens) and torch.equal(a.logp_roll, b.logp_roll)
-    assert (b.until == 20).all()
-    assert not torch.equal(a.logp_roll, c.logp_roll)
 
 
 @pytest.mark.parametrize("period", [2, 5, 9])

@@ -454,8 +454,7 @@ def test_a_run_of_two_ranks_goes_on_with_one(device, whole, tmp_path):
     resumed = Ranks(2, tmp_path, train.main, [[*FAST, *args, "--resume=True"]])
     assert resumed.wait()[0] == [0, 0]
     check_log(tmp_path / "out", whole)
-    got, want = (read_checkpoint(path)["learner"]["masters"]
-                 for path in (tmp_path / "out", whole))
+    got, want = (read_checkpoint(path)["learner"]["masters"] for path in (tmp_path / "out", whole))
     assert max((a - b).abs().max() for a, b in zip(got, want)) < 1e-5
     # control: with other noise the log is another
     train_here(f"--out_dir={tmp_path / 'other'}", f"--device={device}", "--seed=1")

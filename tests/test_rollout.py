@@ -297,8 +297,7 @@ def test_response_eviction_on_a_gpu(method):
     """fp32, the kernels and the recorded step: between replays keys are evicted, and the learner
     follows."""
     net = toy().to("cuda")
-    r = generate(net, prompts(61, 40, 97, 20), 3, 60, seed=2,
-                 eviction=replace(OWN, method=method))
+    r = generate(net, prompts(61, 40, 97, 20), 3, 60, seed=2, eviction=replace(OWN, method=method))
     assert gap(net, r) <= 1e-3 and r.until.min() == 15
     assert gap(net, replace(r, until=torch.full_like(r.until, 60))) > 1e-2
 

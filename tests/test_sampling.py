@@ -130,8 +130,7 @@ def duel_kernel(FIRST, SECOND, AT, x, BLOCK: tl.constexpr):
     m, l, best, at, _ = consider(
         zero + x, column, tl.load(FIRST + i), zero - 3e38, zero, zero - 3e38, column, zero,
         False)
-    m, l, best, at, _ = consider(
-        zero, column + 1, tl.load(SECOND + i), m, l, best, at, zero, False)
+    m, l, best, at, _ = consider(zero, column + 1, tl.load(SECOND + i), m, l, best, at, zero, False)
     tl.store(AT + i, at)
 
 

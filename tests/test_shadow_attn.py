@@ -30,8 +30,7 @@ HEADS = (4, 4), (6, 2), (8, 1)
 SMALL_GRID = [(1, 16, (4, 4)), (15, 48, (6, 2)), (16, 80, (8, 1)), (17, 96, (4, 4)),
               (63, 128, (6, 2)), (64, 64, (8, 1)), (65, 16, (6, 2)), (127, 48, (4, 4)),
               (129, 80, (4, 1)), (390, 16, (2, 1))]
-TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 1e-2, torch.float16: 2e-3,
-             torch.float64: 1e-13}
+TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 1e-2, torch.float16: 2e-3, torch.float64: 1e-13}
 
 gpu = pytest.mark.skipif(not CUDA, reason="needs a GPU")
 ON_CARD = ["triton", "simple"]
@@ -99,8 +98,7 @@ def run(impl, q, k, v, until, grad, scale=None):
 
 def errors(got, want):
     """Error in norm of each tensor, relative to max(1, norm)."""
-    return [((a.double() - b).norm() / b.norm().clamp(min=1)).item()
-            for a, b in zip(got, want)]
+    return [((a.double() - b).norm() / b.norm().clamp(min=1)).item() for a, b in zip(got, want)]
 
 
 def error(got, want):
@@ -441,8 +439,7 @@ Z = torch.zeros
     (dict(scale=math.nan), "scale"),
     (dict(impl="flash"), "impl='flash' is unknown")])
 def test_errors(change, message):
-    good = dict(q=Z(8, 4, 16), k=Z(8, 2, 16), v=Z(8, 2, 16),
-                until=torch.full((2, 8), 8).int())
+    good = dict(q=Z(8, 4, 16), k=Z(8, 2, 16), v=Z(8, 2, 16), until=torch.full((2, 8), 8).int())
     shadow_attention(**good)
     with pytest.raises(ValueError, match=message) as e:
         shadow_attention(**{**good, **change})
@@ -489,8 +486,7 @@ def test_import_without_triton():
             "assert torch.equal(shadow_attn.shadow_attention(x, x, x, until), x)\n"
             "try: shadow_attn.shadow_attention(x, x, x, until, impl='triton')\n"
             "except ValueError as e: print(e)")
-    result = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True,
-                            text=True)
+    result = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
     said = "needs the triton package, which is not installed"
     assert said in result.stdout, result.stderr
 
