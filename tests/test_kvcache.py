@@ -386,12 +386,12 @@ def test_same_keys_as_the_official_code():
 
 def test_h2o_by_hand():
     """Every query counts, each over the keys that it saw; heads of a KV head add up."""
-    k = torch.eye(3)[:, None] * 20                              # (3, 1, 3)
-    q = torch.zeros(3, 2, 3)
+    k = torch.eye(3)[:, None].repeat(1, 2, 1) * 20              # (3, 2, 3)
+    q = torch.zeros(3, 4, 3)
     q[2, 0, 0] = 20                                             # the last query, head 0: key 0
-    rest = torch.tensor([1 / 2 + 1 / 2 + 1 / 3, 1 / 3])         # all else is even
-    want = torch.cat((torch.tensor([1 + 1 / 2 + 1 + 1 + 1 / 2 + 1 / 3]), rest))
-    assert torch.allclose(h2o(q, k, E), want, atol=1e-6)
+    even = torch.tensor([1 + 1 / 2 + 1 / 3, 1 / 2 + 1 / 3, 1 / 3])  # all else
+    first = even + torch.tensor([1 + 1 / 2 + 1, 1 / 2, 0])
+    assert torch.allclose(h2o(q, k, E), torch.stack((first, 2 * even)), atol=1e-6)
 
 
 def test_recent_and_random(model):
