@@ -8,23 +8,21 @@ keeps depends on the prompt alone, so the G samples of a group share one compres
 sample owns the keys of its response, which may be evicted too, every `period` steps. Kept keys
 stay rotated to their true positions; nothing is renumbered.
 
-A method is one function that scores the keys of one prompt (or of one sample's response) and one
-line in EVICT, which also says what the function needs. How the budget is spread over layers and KV
-heads is a choice of its own (SPREAD).
+A method is one function that scores keys and one line in EVICT, which also says what it needs. How
+the budget is spread over layers and KV heads is a choice of its own (SPREAD).
 
-Departures. SnapKV (arXiv 2404.14469): attention sinks are protected (StreamingLLM, 2309.17453), the
-query heads of a KV head vote together, pooling takes the largest (its LongBench settings; its class
-defaults to the mean: pool_by). R-KV (2505.24133): sinks are protected too, the prompt, shared by
-its group, is compressed once and each response by itself; lambda is the paper's 0.1 (its code:
-0.07). H2O (2306.14048): one budget for heavy hitters and recent keys, of which `window` are recent,
-all of them keys that are there (its code's recent budget counts the next token too); attention adds
-up from `period` queries at a time. StreamingLLM: positions are not renumbered, and as prompt and
-response have budgets of their own the prompt's last keys never slide out. PyramidKV (2406.02069):
-its line over the layers, rounded so that together they keep n_layer x budget, if the prompt is
-longer than the first layers' budget; what a shorter prompt leaves there is not given to the others,
-as its code does. Ada-KV (2407.11550): no KV head keeps more than twice the mean of what is free, so
-that storage stays rectangular; a fifth of the mean is a floor, where its code mixes a fifth of the
-mean into each head's count; scores of different heads are compared as they are.
+Letters, here and in shapes: B prompts of P tokens, G samples of each, S = B * G of R tokens; L
+layers, nh query heads and nkv KV heads of size hs, g = nh // nkv; W queries score n keys, of which
+K stay; t response tokens were fed.
+
+Departures; docs/results.md says more. SnapKV (arXiv 2404.14469): attention sinks are protected
+(StreamingLLM, 2309.17453), the query heads of a KV head vote together, pooling takes the largest.
+R-KV (2505.24133): sinks too; a prompt is compressed once and each response by itself; lambda is the
+paper's 0.1 (its code: 0.07). H2O (2306.14048): of one budget `window` keys are recent; attention
+adds up from `period` queries at a time. StreamingLLM: the prompt's last keys never slide out.
+PyramidKV (2406.02069): all layers together keep n_layer x budget; what a short prompt leaves is not
+given to others. Ada-KV (2407.11550): a KV head keeps from a fifth of the mean of what is free to
+twice, so that storage stays rectangular; scores of different heads are compared as they are.
 """
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -41,14 +39,12 @@ INF = float("inf")
 
 
 class NotFinite(ValueError, FloatingPointError):
-    """NaN or inf in a method's scores or in a model's logits: a wrong argument to a caller, a run
-    that diverged to train.py."""
+    """NaN or inf in scores or logits: a wrong argument, or a run that has diverged."""
 
 
 @dataclass(frozen=True)
 class Eviction:
-    """Which keys a rollout keeps, counted in keys per layer and KV head. Raises ValueError for
-    what cannot mean what it says."""
+    """Which keys a rollout keeps, per layer and KV head. Raises ValueError for what cannot be."""
     method: str = "snapkv"   # a name in EVICT; "none" keeps all
     budget: int = 256        # prompt keys kept, window and sinks included
     window: int = 32         # the last keys: always kept, and their queries vote
@@ -60,11 +56,10 @@ class Eviction:
     spread: str = "uniform"  # a name in SPREAD: the budget over layers and KV heads
 
     def __post_init__(self):
-        tables = dict(method=EVICT, spread=SPREAD, pool_by=POOL)
-        for field, table in tables.items():
-            name = getattr(self, field)
+        known = {"eviction method": (self.method, EVICT),
+                 "spread": (self.spread, SPREAD), "pool_by": (self.pool_by, POOL)}
+        for what, (name, table) in known.items():
             if name not in table:
-                what = "eviction method" if field == "method" else field
                 raise ValueError(
                     f"unknown {what} {name!r}: choose from {', '.join(table)}")
         window, sinks, pool = self.window, self.sinks, self.pool
@@ -74,23 +69,20 @@ class Eviction:
         if self.method != "none" and self.budget <= window + sinks:
             raise ValueError(f"budget {self.budget} must be above window + sinks = "
                              f"{window} + {sinks}, or no key is left to choose")
-        if self.response_budget is None:
-            return
-        if self.method == "none":
-            raise ValueError(f"response_budget {self.response_budget} evicts response "
-                             "keys: evict must name a method, not 'none'")
-        if self.response_budget <= window or self.period < 1:
-            raise ValueError(f"response_budget {self.response_budget} must be above "
-                             f"the window of {window}, and period {self.period} at "
-                             "least 1")
+        own = self.response_budget
+        if own is not None and self.method == "none":
+            raise ValueError(f"response_budget {own} evicts response keys: evict must "
+                             "name a method, not 'none'")
+        if own is not None and (own <= window or self.period < 1):
+            raise ValueError(f"response_budget {own} must be above the window of "
+                             f"{window}, and period {self.period} at least 1")
 
     def budget_of(self, layer, n_layer):
         """Keys per KV head of a layer, on average over its heads."""
         return SPREAD[self.spread](self, layer, n_layer)
 
     def evicts(self, P, R, n_layer):
-        """Can any key of a prompt of P tokens, or of a response of R, be dropped before a token
-        that would see it?"""
+        """Can a key of a prompt or of a response be dropped before a token that would see it?"""
         if self.method == "none":
             return False
         if any(P > self.budget_of(layer, n_layer) for layer in range(n_layer)):
@@ -109,8 +101,7 @@ class Eviction:
         return min(P, budget)
 
     def response_slots(self, R):
-        """Most keys of a response of R tokens that are held at once, per KV head: the last
-        token is never fed back."""
+        """Most response keys held at once, per KV head: the last token is never fed back."""
         if self.response_budget is None:
             return R - 1
         return min(R - 1, self.response_budget + self.period)
@@ -122,25 +113,21 @@ class Eviction:
 #   eviction        the settings
 #   elsewhere       None, or (nh, W): log-sum-exp of q . k / sqrt(hs) over keys that are not among
 #                   k: the prompt's, where response keys are scored. `attention` takes it
-# and returns finite numbers (nkv, n): the highest stay. It runs under torch.vmap: it cannot see
-# other prompts, must not branch on values nor fill a fresh tensor (stack instead); torch's CPU
-# generator is seeded by (seed, layer, step) for it. spread = "adaptive" compares the numbers of the
-# KV heads of a layer.
+# and returns finite numbers (nkv, n): the highest stay, among all KV heads if spread = "adaptive".
+# It runs under torch.vmap: it cannot see other prompts, must not branch on values nor fill a fresh
+# tensor (stack instead); torch's CPU generator is seeded by (seed, layer, step) for it.
 
 def logits(q, k):
-    """q . k / sqrt(hs): (nkv, g, W, n) for the g = nh // nkv query heads of each KV head"""
+    """q . k / sqrt(hs) -> (nkv, g, W, n)"""
     W, nh, hs = q.shape
     n, nkv, _ = k.shape
     q = q.view(W, nkv, nh // nkv, hs).permute(1, 2, 0, 3)       # (nkv, g, W, hs)
     product = matmul32(q.flatten(1, 2), k.permute(1, 2, 0))     # (nkv, g * W, n)
-    product = product.view(nkv, -1, W, n)
-    product *= hs ** -0.5
-    return product
+    return product.view(nkv, -1, W, n).mul_(hs ** -0.5)
 
 
 def attention(q, k, elsewhere=None):
-    """Softmax attention of the last W rows, each of which sees no later key.
-    -> (nkv, g, W, n)"""
+    """Softmax attention of the last W rows, each of which sees no later key -> (nkv, g, W, n)"""
     W = len(q)
     n, nkv, _ = k.shape
     found = logits(q, k)                                        # (nkv, g, W, n)
@@ -157,19 +144,16 @@ def received(q, k, elsewhere=None):
     """attention(q, k, elsewhere).sum(2), the sum over the queries -> (nkv, g, n)"""
     W, n = len(q), len(k)
 
-    def of_some(rows, heads, kv_heads):
+    def of_some(rows, q, k, elsewhere):
         seen = n - W + rows.stop  # none of these rows sees more
-        other = None if elsewhere is None else elsewhere[heads, rows]
-        found = attention(q[rows, heads], k[:seen, kv_heads], other)
-        return F.pad(found.sum(2), (0, n - seen))
-    return summed(of_some, q, k)
+        return F.pad(attention(q, k[:seen], elsewhere).sum(2), (0, n - seen))
+    return summed(of_some, q, k, elsewhere)
 
 
 def pooled(votes, eviction):
     """(nkv, n): each key gets the largest, or the mean, of eviction.pool neighbouring votes; for
     the mean those past either end count as 0, as in SnapKV's code."""
-    width = eviction.pool
-    pool = POOL[eviction.pool_by]
+    pool, width = POOL[eviction.pool_by], eviction.pool
     return pool(votes[None], width, stride=1, padding=width // 2)[0]
 
 
@@ -191,20 +175,14 @@ def rkv(q, k, eviction, elsewhere=None):
     last W queries the softmax over the candidates, all keys before the window, of the largest logit
     of the query heads; mean over the queries, pooled. So attention to anything else has no
     influence. Redundancy: softmax over all keys of their `similarity`."""
+    def of_some(rows, q, k, elsewhere):
+        return logits(q, k).amax(1).softmax(-1).sum(1)          # (nkv, candidates)
+
     window = eviction.window
     candidates = k[:len(k) - window]
-    importance = pooled(relative(q, candidates), eviction)      # (nkv, candidates)
+    importance = pooled(summed(of_some, q, candidates) / len(q), eviction)
     redundancy = similarity(k).softmax(-1)[:, :len(candidates)]
     return F.pad(0.1 * importance - (1 - 0.1) * redundancy, (0, window))
-
-
-def relative(q, k):
-    """Softmax over all of k, for each query, of the largest logit of the query heads, averaged over
-    the queries -> (nkv, n)"""
-    def of_some(rows, heads, kv_heads):
-        largest = logits(q[rows, heads], k[:, kv_heads]).amax(1)  # (kv_heads, rows, n)
-        return largest.softmax(-1).sum(1)
-    return summed(of_some, q, k) / len(q)
 
 
 def similarity(k, similar=0.5):
@@ -214,13 +192,11 @@ def similarity(k, similar=0.5):
     n = len(k)
     key = torch.arange(n, device=k.device)
 
-    def of_some(rows, heads, kv_heads):
-        some = k[rows, kv_heads].transpose(0, 1)                # (kv_heads, rows, hs)
-        cosine = some @ k[:, kv_heads].permute(1, 2, 0)         # (kv_heads, rows, n)
-        itself = key == key[rows, None]
-        cosine = cosine.masked_fill(itself, 0)
+    def of_some(rows, some, k, elsewhere):
+        cosine = some.transpose(0, 1) @ k.permute(1, 2, 0)      # (nkv, rows, n)
+        cosine = cosine.masked_fill(key == key[rows, None], 0)  # a key to itself
         latest = torch.where(cosine > similar, key, 0)          # key 0 if none is
-        latest = latest.amax(-1, keepdim=True)                  # (kv_heads, rows, 1)
+        latest = latest.amax(-1, keepdim=True)                  # (nkv, rows, 1)
         return cosine.scatter(-1, latest, 0.0).sum(1) / n
     return summed(of_some, k, k)
 
@@ -243,15 +219,12 @@ def random(q, k, eviction, elsewhere=None):
 
 @dataclass(frozen=True)
 class Method:
-    """A function that scores keys, and what it needs. Where EVICT holds the bare function, it needs
-    what is said here."""
+    """A function that scores keys, and what it needs: of a bare function what is said here."""
     score: Callable
-    # it takes the queries of all rows, beyond the window; its scores add up over evictions
-    all_queries: bool = False
-    # it weighs the scored keys against other keys too, so `elsewhere` is computed for it
-    needs_elsewhere: bool = True
-    # it scores each KV head by itself and draws nothing: the heads of several prompts go into one
-    # call as if they were one prompt's, which saves launches
+    all_queries: bool = False     # it takes those of all rows; its scores add up over evictions
+    needs_elsewhere: bool = True  # it weighs keys against others too: `elsewhere` is computed
+    # it scores each KV head by itself, without drawing: several prompts may pass as further KV
+    # heads, which saves launches
     by_head: bool = False
 
     def __call__(self, *inputs):
@@ -268,8 +241,7 @@ EVICT = {
 }
 
 
-# How the budget is spread over the layers: (eviction, layer, n_layer) -> keys per KV head of that
-# layer
+# How the budget is spread over layers: (eviction, layer, n_layer) -> keys per KV head of a layer
 
 def uniform(eviction, layer, n_layer):
     return eviction.budget
@@ -280,17 +252,18 @@ def pyramid(eviction, layer, n_layer):
     first layer, 1.95 times the mean, to the last, 0.05 times."""
     fixed = eviction.window + eviction.sinks
     mean = eviction.budget - fixed
-    first = 1.95 if n_layer > 1 else 1
-    step = 1.9 / (n_layer - 1) if n_layer > 1 else 0
+    first, step = (1.95, 1.9 / (n_layer - 1)) if n_layer > 1 else (1, 0)
 
     def free(layers):  # keys of the first so many layers together
         return round(mean * (first * layers - step * layers * (layers - 1) / 2))
     return fixed + free(layer + 1) - free(layer)
 
 
+# and over the KV heads of a layer: (score (..., nkv, n), eviction) -> keys of each (..., nkv)
+
 def adaptive(score, eviction):
     """Ada-KV (2407.11550): the KV heads of a layer compete for what is free after window and sinks;
-    each keeps at least a fifth of the mean and at most twice. score (..., nkv, n) -> (..., nkv)
+    each keeps at least a fifth of the mean and at most twice.
 
     With two heads and 5 free keys each, the best 10 candidates of both win: of head 0 those that
     are among its first 1 whatever their scores, and none but its first 10; so of head 1."""
@@ -303,14 +276,12 @@ def adaptive(score, eviction):
     always, never = rank < free // 5, rank >= 2 * free
     score = score.masked_fill(always, INF).masked_fill(never, -INF)
     winners = score.flatten(-2).topk(nkv * free).indices        # (..., nkv * free)
-    head = winners // score.shape[-1]                           # the KV head of each
-    heads = torch.arange(nkv, device=score.device)
-    won = head[..., None] == heads                              # (..., nkv * free, nkv)
+    head = (winners // score.shape[-1])[..., None]              # the KV head of each
+    won = head == torch.arange(nkv, device=score.device)        # (..., nkv * free, nkv)
     return fixed + won.sum(-2)
 
 
 SPREAD = {"uniform": uniform, "pyramid": pyramid, "adaptive": uniform}
-# and over the KV heads of a layer: (score, eviction) -> keys of each
 BY_HEAD = {"adaptive": adaptive}
 
 
@@ -329,8 +300,13 @@ def keep(score, K, window, sinks, count=None):
     return best.sort(dim=-1).values
 
 
+def chosen(x, slot):
+    """x (..., n, hs) at slots (..., K), a copy -> (..., K, hs)"""
+    return x.take_along_dim(slot[..., None], dim=-2)
+
+
 class KVCache:
-    """Keys and values of B prompts (compressed, shared by their group) and S = B x group responses.
+    """Keys and values of B prompts (compressed, shared by their group) and of S responses.
 
     config: of the model. lengths: prompt lengths in tokens. group: samples per prompt.
     max_new_tokens: longest response. What a decoding step reads and counts stays on the device, so
@@ -342,9 +318,8 @@ class KVCache:
         self.lengths = list(lengths)
         self.eviction = eviction
         self.seed = seed
-        self.method = EVICT[eviction.method]
-        if not isinstance(self.method, Method):
-            self.method = Method(self.method)
+        method = EVICT[eviction.method]
+        self.method = method if isinstance(method, Method) else Method(method)
         L, nkv, hs = config.n_layer, config.n_kv_head, config.head_size
         B, R = len(lengths), max_new_tokens
         S = B * group
@@ -365,10 +340,21 @@ class KVCache:
         # the log: kept[prompt][layer] is (nkv, K); until, the step at which a response key dies
         self.kept = [[None] * L for _ in lengths]
         self.until = torch.full((L, S, nkv, R), R, device=device, dtype=torch.int32)
-        # False once a score was NaN or inf
-        self.finite = torch.ones((), device=device, dtype=torch.bool)
-        if eviction.response_budget is not None:
-            self.init_response_eviction(S, R, like)
+        self.finite = torch.ones((), device=device, dtype=torch.bool)  # are all scores?
+        if eviction.response_budget is None:
+            return
+        # what choosing among response keys takes; nbytes does not count it. The last queries, that
+        # of step u in slot u % voters
+        voters = eviction.period
+        if not self.method.all_queries:
+            voters = min(voters, eviction.window)
+        voters = max(1, min(voters, R - 1))
+        self.queries = torch.zeros(L, S, voters, config.n_head, hs, **like)
+        # by layer (S, nkv, held): the step at which each key was born; of a method that adds up,
+        # its score so far
+        nothing = torch.zeros(S, nkv, 0, device=device)
+        self.born = [nothing.long()] * L
+        self.past = [nothing] * L
 
     def write_prompts(self, which, layer, q, k, v):
         """Compress prompts of one length at one layer. which: their indices, a slice.
@@ -378,11 +364,8 @@ class KVCache:
         P = self.lengths[which.start]
         K = self.slots[layer][which.start]
         q, k, v = (x.unflatten(0, (n, P)) for x in (q, k, v))   # (n, P, heads, hs)
-        nkv, hs = k.shape[2:]
-        budget = eviction.budget_of(layer, self.config.n_layer)
-        if eviction.method == "none" or P <= budget:
-            kept = torch.arange(P, device=k.device)             # K is P
-            kept = kept.expand(n, nkv, -1)                      # (n, nkv, K)
+        if eviction.method == "none" or P <= eviction.budget_of(layer, len(self.slots)):
+            kept = torch.arange(P, device=k.device).expand(n, k.shape[2], -1)
         else:
             W = P if self.method.all_queries else eviction.window
             score = self.scores(layer, 0, q[:, P - W:], k)      # (n, nkv, P)
@@ -390,23 +373,20 @@ class KVCache:
             if eviction.spread in BY_HEAD:
                 count = BY_HEAD[eviction.spread](score, eviction)  # (n, nkv)
                 self.prompt_filled[layer, which] = count.int()
-            # (n, nkv, K)
             kept = keep(score, K, eviction.window, eviction.sinks, count=count)
         # slots that a KV head leaves empty (adaptive) hold P, which is no position: any key may
         # fill them, as decoding reads no further than prompt_filled
-        index = kept[..., None].clamp(max=P - 1).expand(-1, -1, -1, hs)
+        slot = kept.clamp(max=P - 1)                            # (n, nkv, K)
         # copies: no view keeps the dense keys alive
-        self.prompt_k[layer][which, :, :K] = k.transpose(1, 2).gather(2, index)
-        self.prompt_v[layer][which, :, :K] = v.transpose(1, 2).gather(2, index)
-        for i in range(n):
-            self.kept[which.start + i][layer] = kept[i]         # (nkv, K)
+        self.prompt_k[layer][which, :, :K] = chosen(k.transpose(1, 2), slot)
+        self.prompt_v[layer][which, :, :K] = chosen(v.transpose(1, 2), slot)
+        for prompt, positions in enumerate(kept, which.start):
+            self.kept[prompt][layer] = positions                # (nkv, K)
 
     def scores(self, layer, t, q, k, elsewhere=None):
-        """The method's scores of n prompts or samples, each by itself: q (n, W, nh, hs), k
-        (n, keys, nkv, hs), elsewhere None or (n, nh, W) -> (n, nkv, keys)
-
-        As torch.stack([score_one(q[i], k[i]) for i in range(n)]); fast/scores.py does several at
-        once."""
+        """The method's scores of n prompts or samples, each by itself (fast/scores.py does several
+        at once): q (n, W, nh, hs), k (n, keys, nkv, hs), elsewhere None or (n, nh, W)
+        -> (n, nkv, keys)"""
         def score_one(q, k, *elsewhere):
             score = self.method.score(q, k, self.eviction, *elsewhere)
             want = k.shape[1], len(k)
@@ -452,22 +432,6 @@ class KVCache:
     #
     # Those that stay move to the first slots; when 12 were fed, born is 0 1 5 6 7 8 9 10 11.
 
-    def init_response_eviction(self, S, R, like):
-        """What choosing takes beside the keys; nbytes does not count it."""
-        config, eviction = self.config, self.eviction
-        voters = eviction.period
-        if not self.method.all_queries:
-            voters = min(voters, eviction.window)
-        voters = max(1, min(voters, R - 1))
-        # the last queries, that of step u in slot u % voters
-        self.queries = torch.zeros(
-            config.n_layer, S, voters, config.n_head, config.head_size, **like)
-        nothing = torch.zeros(S, config.n_kv_head, 0, device=like["device"])
-        # by layer (S, nkv, held): the step at which each key was born; of a method that adds up,
-        # its score so far
-        self.born = [nothing.long()] * config.n_layer
-        self.past = [nothing] * config.n_layer
-
     def evict_responses(self, t):
         """Call when t response tokens were fed: every `period` steps, drop what is too much."""
         if self.eviction.response_budget is None or t % self.eviction.period:
@@ -478,28 +442,24 @@ class KVCache:
 
     def evict_layer(self, layer, t):
         """Score the keys held, log which die, move those that stay to the first slots."""
-        K = self.eviction.response_budget
+        method, K = self.method, self.eviction.response_budget
         new = torch.arange(t - self.eviction.period, t, device=self.t.device)
         held = self.born[layer]                                 # (S, nkv, held)
         born = torch.cat((held, new.expand(*held.shape[:2], -1)), dim=2)  # (S, nkv, n)
         n = born.shape[2]  # keys held now
-        if n <= K and not self.method.all_queries:
-            self.born[layer] = born
-            return
-        score = self.score_responses(layer, t, n)               # (S, nkv, n)
+        if n > K or method.all_queries:
+            score = self.score_responses(layer, t, n)           # (S, nkv, n)
         if n > K:
             stay = keep(score, K, self.eviction.window, sinks=0)  # (S, nkv, K) slots
             # by slot: the others die now; R: never
-            dies = torch.ones_like(born, dtype=torch.bool).scatter(2, stay, False)
-            until = torch.where(dies, t, self.until.shape[3])   # (S, nkv, n)
+            until = torch.full_like(born, t).scatter(2, stay, self.until.shape[3])
             self.until[layer].scatter_(2, born, until.int())    # slot s holds token born[s]
-            index = stay[..., None].expand(-1, -1, -1, self.config.head_size)
             for store in (self.response_k[layer], self.response_v[layer]):
-                store[:, :, :K] = store.gather(2, index)
+                store[:, :, :K] = chosen(store, stay)
             born = born.gather(2, stay)                         # (S, nkv, K)
             score = score.gather(2, stay)
         self.born[layer] = born
-        if self.method.all_queries:
+        if method.all_queries:
             self.past[layer] = score
 
     def score_responses(self, layer, t, n):
@@ -519,14 +479,11 @@ class KVCache:
     def kept_positions(self):
         """The log of each prompt: (L, nkv, K) int64 where all layers and KV heads keep equally
         many, else lists [layer][KV head] of (K,). Index either by layer and KV head."""
-        found = []
-        for P, layers in zip(self.lengths, self.kept):
-            if self.eviction.spread in BY_HEAD:
-                layers = [[kept[kept < P] for kept in heads] for heads in layers]
-            elif len({heads.shape for heads in layers}) == 1:
-                layers = torch.stack(layers)                    # (L, nkv, K)
-            found.append(layers)
-        return found
+        if self.eviction.spread in BY_HEAD:
+            return [[[kept[kept < P] for kept in heads] for heads in layers]
+                    for P, layers in zip(self.lengths, self.kept)]
+        return [torch.stack(layers) if len({heads.shape for heads in layers}) == 1
+                else layers for layers in self.kept]
 
     def nbytes(self):
         """Bytes of storage that hold keys and values, counted from the storages themselves."""

@@ -9,10 +9,12 @@ grpo.py replays.
 On a GPU the decoding step is recorded once per rollout as a CUDA graph (fast/record.py) and
 replayed for every further token; between two replays the cache may evict response keys.
 
-Left out on purpose: top-p and top-k (they cut the support and bias every ratio), beam search,
-streaming, continuous batching: all samples step together from token 0, and one that has ended
-decodes on, unused, until all have. That keeps one recorded step for all and wastes the steps behind
-each stop token.
+Left out: top-p and top-k (they cut the support and bias every ratio), beam search, continuous
+batching: all samples step together, and one that has ended decodes on, unused, until all have. That
+keeps one recorded step for all.
+
+Letters in shapes: B prompts of P tokens, G samples of each, S = B * G in all, R response tokens at
+most; N packed rows of width C, L layers, nkv KV heads, V token ids; t counts response tokens.
 """
 from dataclasses import dataclass, field, replace
 from itertools import groupby
@@ -44,7 +46,7 @@ class Rollout:
     # of it, Packed.until, counts rows
     until: torch.Tensor
     stopped: torch.Tensor       # (B, G) bool: ended by a stop token, not cut at R
-    kv: dict = field(default_factory=dict)  # bytes, see kv_bytes
+    kv: dict = field(default_factory=dict)  # bytes: kept, dense, dense_shared; see `logged`
     sizes: list = None          # tokens of each prompt as it was sampled; None: unknown
     rewards: torch.Tensor = None  # (B, G) once they are judged
 
@@ -70,37 +72,27 @@ class Rollout:
         head = head.repeat_interleave(counts, output_size=len(position))
         return head, position
 
-    def check(self):
-        """Raise ValueError for a log that does not fit the rollout."""
-        check_log(self)
-
-    def check_model(self, model):
-        """Raise ValueError for a log or for tokens that the model cannot have."""
-        check_model(self, model)
+    # they raise ValueError: for a log that does not fit the rollout; for a log or for tokens that a
+    # model cannot have
+    check, check_model = check_log, check_model
 
     def select(self, prompts, samples=None):
         """The rollout of n prompts, given by index; of some samples (n, G') of each, or of all."""
-        b = torch.as_tensor(prompts, device=self.tokens.device)[:, None]  # (n, 1)
-        g = samples
+        prompts = torch.as_tensor(prompts, device=self.tokens.device)
         if samples is None:
-            g = torch.arange(self.tokens.shape[1], device=b.device)[None]  # (1, G)
-        chosen = b[:, 0].tolist()
-        sizes = rewards = None
-        if self.sizes is not None:
-            sizes = [self.sizes[i] for i in chosen]
-        if self.rewards is not None:
-            rewards = self.rewards[b, g]
-        return Rollout(
-            prompts=[self.prompts[i] for i in chosen],
-            kept=[self.kept[i] for i in chosen],
-            sizes=sizes, rewards=rewards, tokens=self.tokens[b, g],
-            lengths=self.lengths[b, g], stopped=self.stopped[b, g],
-            logp_roll=self.logp_roll[b, g], temperature=self.temperature,
-            until=self.until[:, :, b, g])
+            samples = torch.arange(self.tokens.shape[1], device=prompts.device)[None]
+        row = prompts[:, None]                                  # (n, 1)
+        chosen = {name: getattr(self, name)[row, samples]
+                  for name in ("tokens", "lengths", "logp_roll", "stopped", "rewards")
+                  if getattr(self, name) is not None}
+        for name in ("prompts", "kept", "sizes"):
+            if getattr(self, name) is not None:
+                chosen[name] = [getattr(self, name)[i] for i in prompts.tolist()]
+        return replace(self, **chosen, until=self.until[:, :, row, samples], kv={})
 
     def cut(self, ends):
-        """The rollout whose responses end after ends (B, G) int64 tokens, as a stop token would
-        have ended them; 0: as they are."""
+        """The rollout whose responses end after ends (B, G) tokens, as by a stop token; 0: as they
+        are."""
         lengths = torch.where(ends > 0, ends, self.lengths)
         stopped = self.stopped | (ends > 0)
         shorter = replace(self, lengths=lengths, stopped=stopped)
@@ -114,14 +106,14 @@ def join(rollouts):
     other. One alone comes back as it is."""
     if len(rollouts) == 1:
         return rollouts[0]
-    together = {name: torch.cat([getattr(r, name) for r in rollouts])
+    together = {name: torch.cat([getattr(one, name) for one in rollouts])
                 for name in ("tokens", "lengths", "logp_roll", "stopped")}
-    lists = {name: sum((getattr(r, name) for r in rollouts), [])
+    lists = {name: sum((getattr(one, name) for one in rollouts), [])
              for name in ("prompts", "kept", "sizes")}
     return Rollout(
         **together, **lists, temperature=rollouts[0].temperature,
-        until=torch.cat([r.until for r in rollouts], dim=2),
-        kv={name: sum(r.kv[name] for r in rollouts) for name in rollouts[0].kv})
+        until=torch.cat([one.until for one in rollouts], dim=2),
+        kv={name: sum(one.kv[name] for one in rollouts) for name in rollouts[0].kv})
 
 
 def draw_token(logits, temperature, rng, samples=None):
@@ -148,15 +140,13 @@ def prefill(model, cache, prompts, max_rows):
     """Run the prompts densely, packed into rows of about `max_rows` tokens, filling `cache`.
     -> logits (B, V) of each prompt's last token"""
     logits = []
-    first = 0
-    while first < len(prompts):
-        last = first + 1
-        rows = len(prompts[first])
-        while last < len(prompts) and rows + len(prompts[last]) <= max_rows:
-            rows += len(prompts[last])
-            last += 1
-        logits.append(prefill_row(model, cache, prompts[first:last], first))
-        first = last
+    first = rows = 0
+    for last, prompt in enumerate(prompts):
+        if last > first and rows + len(prompt) > max_rows:
+            logits.append(prefill_row(model, cache, prompts[first:last], first))
+            first, rows = last, 0
+        rows += len(prompt)
+    logits.append(prefill_row(model, cache, prompts[first:], first))
     return torch.cat(logits)
 
 
@@ -176,15 +166,13 @@ def prefill_row(model, cache, prompts, first):
     pos = torch.cat([torch.arange(size, device=device) for size in sizes])  # (N,)
 
     def attend(layer, q, k, v):
-        row = 0
-        b = first
+        row, prompt = 0, first
         for size, same in groupby(sizes):  # neighbours of one length together
             count = len(list(same))
             rows = slice(row, row + size * count)
-            which = slice(b, b + count)
+            which = slice(prompt, prompt + count)
             cache.write_prompts(which, layer, q[rows], k=k[rows], v=v[rows])
-            row += size * count
-            b += count
+            row, prompt = rows.stop, which.stop
         # the output goes over q, which nobody needs any more; the dense keys go with this layer
         return shadow_attention(q, k, v, until, plan=plan, out=q if plan else None)
 
@@ -278,17 +266,15 @@ def logged(cache, prompts, group, temperature, tokens, logps, stop):
         raise NotFinite(f"eviction method {method!r} gave scores that are not finite")
     until = cache.until.unflatten(1, grid)                      # (L, B, G, nkv, R)
     sizes = [len(prompt) for prompt in prompts]
+    # bytes of keys and values: in this cache, in a dense one, in a dense one that shares each
+    # prompt within its group
+    per_token = cache.config.kv_bytes_per_token(cache.response_k.dtype)
+    own = S * (R - 1)  # keys of all responses
+    kv = dict(kept=cache.nbytes(), dense=(sum(sizes) * group + own) * per_token,
+              dense_shared=(sum(sizes) + own) * per_token)
     return Rollout(
         prompts=prompts, sizes=sizes, kept=cache.kept_positions(),
         tokens=tokens.view(*grid, R), logp_roll=logps.view(*grid, R),
         lengths=lengths.view(grid), stopped=stopped.view(grid), temperature=temperature,
         until=until.permute(0, 3, 1, 2, 4).contiguous(),        # (L, nkv, B, G, R)
-        kv=kv_bytes(cache, sum(sizes), group, S * (R - 1)))
-
-
-def kv_bytes(cache, prompt, group, own):
-    """Bytes of keys and values: kept by this cache, by a dense one, and by a dense one that shares
-    each prompt within its group. prompt, own: tokens of all prompts, keys of all responses."""
-    per_token = cache.config.kv_bytes_per_token(cache.response_k.dtype)
-    return dict(kept=cache.nbytes(), dense=(prompt * group + own) * per_token,
-                dense_shared=(prompt + own) * per_token)
+        kv=kv)

@@ -14,6 +14,9 @@ Here, from what is plain to what is fast:
 The tuned kernels in fast/attention.py sort the keys as the picture below shows and say in steps
 what they add to the readable one. `python -m experiments.attention` holds all of them against the
 definition. Left out: dropout, biases, softcap, attention sinks, second derivatives.
+
+Letters: N rows of queries q, keys k and values v; nh query heads, nkv KV heads, of size hs; i a
+query's row, j a key's. In a kernel upper case is a pointer or a constant of compilation.
 References: FlashAttention-2 (arXiv 2307.08691), the Triton tutorial on fused attention.
 """
 import math
@@ -105,10 +108,9 @@ def shadow_attention(q, k, v, until, scale=None, impl=None, plan=None, out=None)
     return fast_attention(q, k, v, until, scale=scale, plan=plan, out=out)
 
 
-# The readable kernels. Upper case: pointers and compile-time constants; lower case: values.
-# Tensors lie with heads first and are padded with zeros: N to a multiple of BLOCK, the head
-# size to WIDTH, a power of two. `row` holds the numbers of BLOCK queries, `key` of BLOCK
-# keys, `dies` the keys' `until`.
+# The readable kernels. Tensors lie with heads first and are padded with zeros: N to a multiple of
+# BLOCK, the head size to WIDTH, a power of two. `row` holds the numbers of BLOCK queries, `key` of
+# BLOCK keys, `dies` the keys' `until`.
 
 BLOCK = 32
 
@@ -160,7 +162,7 @@ def simple_forward(Q, K, V, UNTIL, OUT, LSE, N, group, scale,
         score = scores(q, k, row, key, dies, scale)             # (BLOCK, BLOCK)
         larger = tl.maximum(largest, tl.max(score, 1))          # (BLOCK,)
         shrink = tl.exp(largest - larger)  # of what was summed so far
-        weight = tl.exp(score - larger[:, None])            # (BLOCK, BLOCK) 0: not seen
+        weight = tl.exp(score - larger[:, None])                # (BLOCK, BLOCK) 0: not seen
         total = total * shrink + tl.sum(weight, 1)
         out = out * shrink[:, None] + times(weight.to(v.dtype), v)
         largest = larger
@@ -307,48 +309,48 @@ def shadow_attention_ref(q, k, v, until, scale=None):
     out = []
     first = 0
     for q, k, v, dies in zip(*blocks):
-        n = len(q)
+        rows = len(q)
         dies = dies - first  # in rows of the block
-        first += n
-        chunks = math.ceil(n / CHUNK)
+        first += rows
+        chunks = math.ceil(rows / CHUNK)
         for i in range(chunks):
-            low, high = n * i // chunks, n * (i + 1) // chunks
+            low, high = rows * i // chunks, rows * (i + 1) // chunks
             chunk = q[low:high], k[:high], v[:high], dies[:, :high], low, scale
             if chunks <= 4:
-                y = attend_chunk(*chunk)                        # (high - low, nh, hs)
+                part = attend_chunk(*chunk)                     # (high - low, nh, hs)
             else:
-                y = checkpoint(attend_chunk, *chunk, use_reentrant=False,
-                               preserve_rng_state=False)
-            out.append(y)
+                part = checkpoint(attend_chunk, *chunk, use_reentrant=False,
+                                  preserve_rng_state=False)
+            out.append(part)
     return torch.cat(out).to(dtype)                             # (N, nh, hs)
 
 
 def block_sizes(dies):
     """Cut where everything born before is dead: dies (nkv, N) -> rows of each block."""
     row = torch.arange(dies.shape[1], device=dies.device)
-    last = dies.amax(0).cummax(0).values                       # (N,) of all born so far
+    last = dies.amax(0).cummax(0).values                        # (N,) of all born so far
     cuts = 1 + (last[:-1] <= row[1:]).nonzero().flatten()
     edges = [0, *cuts.tolist(), len(row)]
     return [end - start for start, end in zip(edges, edges[1:])]
 
 
 def attend_chunk(q, k, v, dies, first, scale):
-    """q (n, nh, hs), rows first .. first + n - 1 of a block; k, v (first + n, nkv, hs) and dies
-    (nkv, first + n) of all the block's keys until then -> (n, nh, hs)"""
-    n, nh, hs = q.shape
+    """q (rows, nh, hs), those from `first` on in a block; k, v (first + rows, nkv, hs) and dies
+    (nkv, first + rows) of all the block's keys until then -> (rows, nh, hs)"""
+    rows, nh, hs = q.shape
     nkv = len(dies)
     group = nh // nkv
-    q = q.view(n, nkv, group, hs).permute(1, 2, 0, 3)           # (nkv, group, n, hs)
-    k, v = k.transpose(0, 1), v.transpose(0, 1)                 # (nkv, first + n, hs)
-    if first == 0 and bool((dies >= n).all()):  # nothing dies, as in prefill: no mask
-        k, v = for_group(k, group), for_group(v, group)         # (nkv, group, n, hs)
-        y = F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale)
-        return y.permute(2, 0, 1, 3).reshape(n, nh, hs)
-    row = torch.arange(first, first + n, device=q.device)[:, None]  # (n, 1)
-    born = torch.arange(first + n, device=q.device)[None]       # (1, first + n)
+    q = q.view(rows, nkv, group, hs).permute(1, 2, 0, 3)        # (nkv, group, rows, hs)
+    k, v = k.transpose(0, 1), v.transpose(0, 1)                 # (nkv, first + rows, hs)
+    if first == 0 and bool((dies >= rows).all()):  # nothing dies, as in prefill: no mask
+        k, v = for_group(k, group), for_group(v, group)         # (nkv, group, rows, hs)
+        out = F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale)
+        return out.permute(2, 0, 1, 3).reshape(rows, nh, hs)
+    row = torch.arange(first, first + rows, device=q.device)[:, None]  # (rows, 1)
+    born = torch.arange(first + rows, device=q.device)[None]    # (1, first + rows)
     # only a row that does not see itself may see nothing
     sees_nothing = bool((dies[:, first:] <= 0).any())
-    live = dies > first                                         # (nkv, first + n)
+    live = dies > first                                         # (nkv, first + rows)
     most = max(1, int(live.sum(1).max()))
     if most < live.shape[1] // 2:  # most are dead: live ones to the front, rest away
         born = live.byte().argsort(dim=1, descending=True, stable=True)
@@ -356,15 +358,15 @@ def attend_chunk(q, k, v, dies, first, scale):
         k = k.take_along_dim(born[:, :, None], 1)               # (nkv, most, hs)
         v = v.take_along_dim(born[:, :, None], 1)
         dies = dies.gather(1, born)
-    seen = (born[:, None] <= row) & (row < dies[:, None])       # (nkv, n, keys)
+    seen = (born[:, None] <= row) & (row < dies[:, None])       # (nkv, rows, keys)
     if sees_nothing:  # softmax needs a key: lend such a row all, drop its output below
-        blind = ~seen.any(2, keepdim=True)                      # (nkv, n, 1)
+        blind = ~seen.any(2, keepdim=True)                      # (nkv, rows, 1)
         seen = seen | blind
     k, v = for_group(k, group), for_group(v, group)             # (nkv, group, keys, hs)
-    y = F.scaled_dot_product_attention(q, k, v, attn_mask=seen[:, None], scale=scale)
+    out = F.scaled_dot_product_attention(q, k, v, attn_mask=seen[:, None], scale=scale)
     if sees_nothing:
-        y = y.masked_fill(blind[:, None], 0)                    # (nkv, group, n, hs)
-    return y.permute(2, 0, 1, 3).reshape(n, nh, hs)
+        out = out.masked_fill(blind[:, None], 0)                # (nkv, group, rows, hs)
+    return out.permute(2, 0, 1, 3).reshape(rows, nh, hs)
 
 
 def for_group(x, group):

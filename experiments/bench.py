@@ -24,11 +24,12 @@ plain copy of a large tensor or one large bf16 matrix product reaches in the sam
 that score one policy say so.
 
 Each part prints its tables and writes out-bench/bench-PART-CARD.json, which holds every number it
-printed. Left out: several cards of a rival, serving engines (a trainer must load its new weights
-into them at every step), quality of what is learned.
+printed. Left out: several cards of a rival, serving engines, quality of what is learned.
+
+Letters: B prompts of P tokens, G samples of R tokens for each; nh query and nkv KV heads of size
+hs; N rows of a packed group, T of an unpacked sequence, V token ids.
 """
 import functools
-import glob
 import json
 import os
 import random
@@ -38,6 +39,7 @@ import time
 import warnings
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from pathlib import Path
 from types import SimpleNamespace
 
 import torch
@@ -94,6 +96,16 @@ class Work:
         return dict(prompts=f"{self.B} x {self.G}", prompt=self.P, new_tokens=self.R,
                     kept=self.budget)
 
+    @property
+    def few(self):
+        """Tokens of a short response, beside which R tells what a step takes."""
+        return max(2, self.R // 8)
+
+    @property
+    def at_once(self):
+        """Prompts in one prefill pass of generate's."""
+        return min(self.B, max(1, 16384 // self.P))
+
 
 SHAPES = {  # values of SIZES
     "smollm2-135m": ("llama", 576, 30, 9, 3, 64, 1536, 49152, 1e5, True),
@@ -117,6 +129,12 @@ def raw_config(name):
 
 def config_of(name):
     return Config.from_dict(raw_config(name))
+
+
+def on_meta(name):
+    """A model of this shape without memory, to count its parameters."""
+    with torch.device("meta"):
+        return Transformer(config_of(name))
 
 
 # measuring
@@ -237,9 +255,7 @@ class Report:
 
 def ours(name, dtype=DTYPE):
     """Our model of a named shape, random weights, always the same."""
-    with torch.device("meta"):
-        model = Transformer(config_of(name))
-    model = model.to(dtype).to_empty(device=DEVICE)
+    model = on_meta(name).to(dtype).to_empty(device=DEVICE)
     rng = torch.Generator(DEVICE).manual_seed(0)
     # a narrow model needs more, or its layers leave no mark on the logits
     std = 0.02 if model.config.width > 100 else 0.35
@@ -306,16 +322,19 @@ def drawn(name, B, P):
 
 # attn
 
+# columns of a forward and backward pass
+PASSES = "policies ms ratio share limit peak_gb first_s error"
+
+
 def attn(report, nh, nkv, hs, work, repeat):
     """Forward and backward pass of one layer's attention over one group, then over one causal
     sequence."""
     P, G, R = work.P, work.G, work.R
-    columns = "policies ms ratio share limit peak_gb first_s error"
     torch.manual_seed(0)
     until = group_until(P, G, R, work.budget, nkv=nkv, device=DEVICE)
     N, T, heads = until.shape[1], P + R - 1, f"{nh}:{nkv} of {hs}"
     report.table(
-        "attention of one group, forward + backward", columns, heads=heads, prompt=P,
+        "attention of one group, forward + backward", PASSES, heads=heads, prompt=P,
         responses=f"{G} x {R}", kept=work.budget, packed_rows=N, unpacked_rows=G * T,
         timed=f"median of {repeat}; masks and sorting included")
     # grad, q, k, v
@@ -330,8 +349,7 @@ def attn(report, nh, nkv, hs, work, repeat):
                                 repeat=repeat))
     causal_rows(report, G, T, sizes=(nh, nkv, hs), repeat=repeat)
 
-    report.table("one causal sequence, forward + backward", columns, heads=heads,
-                 rows=P)
+    report.table("one causal sequence, forward + backward", PASSES, heads=heads, rows=P)
     until = torch.full((nkv, P), P, dtype=torch.int32, device=DEVICE)
     flops = attention_flops(until, nh, hs)
     row, _ = our_attention(until, [x[:P] for x in inputs], flops, repeat=repeat)
@@ -444,7 +462,7 @@ def decode(report, name, work, repeat, rivals):
     report.table(
         "sampling", "tokens_s ms ratio step_ms share limit peak_gb first_s error",
         model=name, **work.facts,
-        timed=f"median of {repeat}; step: {work.R} against {few(work)} tokens")
+        timed=f"median of {repeat}; step: {work.R} against {work.few} tokens")
     prompts = drawn(name, work.B, work.P)
     report.add("ours", our_sampling(name, work, prompts, repeat))
     release()
@@ -454,13 +472,9 @@ def decode(report, name, work, repeat, rivals):
                           repeat=repeat))
 
 
-def few(work):
-    return max(2, work.R // 8)
-
-
 def timed_sampling(f, name, work, prompt_keys, repeat):
     """f(n) samples n tokens. prompt_keys: held for all prompts. -> row"""
-    S, R, n = work.B * work.G, work.R, few(work)
+    S, R, n = work.B * work.G, work.R, work.few
     row = clock(lambda: f(R), repeat, warm=0)
     row["ms_few"] = clock(lambda: f(n), repeat, warm=0)["ms"]
     row.update(tokens_s=1e3 * S * R / row["ms"],
@@ -472,20 +486,17 @@ def timed_sampling(f, name, work, prompt_keys, repeat):
 def step_bytes(name, prompt_keys, S, keys):
     """Bytes that one decoding step must read: every weight once (of a tied table, as the head),
     prompt keys, response keys."""
-    c = config_of(name)
-    with torch.device("meta"):
-        weights = sum(p.numel() for key, p in Transformer(c).named_parameters()
-                      if c.tied or "embed_tokens" not in key)
+    model = on_meta(name)
+    c = model.config
+    weights = sum(p.numel() for key, p in model.named_parameters()
+                  if c.tied or "embed_tokens" not in key)
     return (weights * DTYPE.itemsize
             + (prompt_keys + S * keys) * c.kv_bytes_per_token(DTYPE))
 
 
 def our_sampling(name, work, prompts, repeat):
-    model = ours(name)
-
-    def generate(n):
-        sampler.generate(model, prompts, work.G, n, eviction=work.eviction)
-
+    generate = functools.partial(
+        sampler.generate, ours(name), prompts, work.G, eviction=work.eviction)
     return timed_sampling(generate, name, work, repeat=repeat,
                           prompt_keys=work.B * min(work.P, work.budget))
 
@@ -516,8 +527,7 @@ def learner(report, name, work, repeat):
     sequences."""
     P, G, R = work.P, work.G, work.R
     report.table(
-        "learner, one prompt, forward + backward",
-        "policies ms ratio share limit peak_gb first_s error", model=name, prompt=P,
+        "learner, one prompt, forward + backward", PASSES, model=name, prompt=P,
         responses=f"{G} x {R}", kept=work.budget, packed_rows=P + 2 * G * (R - 1),
         unpacked_rows=G * (P + R - 1),
         timed=f"median of {repeat}; peak with weights and gradients")
@@ -611,26 +621,23 @@ def transformers_learner(name, r, adv, micro, repeat):
         their_pass(model, r, adv, micro)
 
     row = dict(clock(f, repeat, warm=0), policies=1, error=error)
-    with torch.device("meta"):
-        mine = Transformer(c)
     pairs = c.n_layer * c.n_head * G * T * (T + 1) // 2
-    flops = learner_flops(mine, rows=G * T, pairs=pairs, head_rows=G * R, again=True,
-                          head_passes=6)
+    flops = learner_flops(on_meta(name), rows=G * T, pairs=pairs, head_rows=G * R,
+                          again=True, head_passes=6)
     return share(row, flops)
 
 
 # step, lora, cards, fit
 
-def step_table(report, title, columns, steps, **facts):
-    report.table(title, columns, **facts,
-                 timed=f"median of {steps} after a first one, wall clock")
+def timed_steps(steps):
+    return f"median of {steps} after a first one, wall clock"
 
 
 def step(report, name, work, steps, checkpointing):
     """A whole training step: sample, reward at random, update."""
-    step_table(report, "one training step",
-               "ms ratio rollout_s learn_s peak_gb first_s", steps, model=name,
-               **work.facts, our_checkpointing=checkpointing, TRL_checkpointing=True)
+    report.table("one training step", "ms ratio rollout_s learn_s peak_gb first_s",
+                 model=name, **work.facts, our_checkpointing=checkpointing,
+                 TRL_checkpointing=True, timed=timed_steps(steps))
     report.add("ours",
                attempt(our_step, name, work, steps, checkpointing=checkpointing))
     for dtype, what in (("float32", "its default"), ("bfloat16", "no fp32 masters")):
@@ -639,9 +646,9 @@ def step(report, name, work, steps, checkpointing):
 
 def lora(report, name, work, steps, rank):
     """A whole training step with LoRA beside all seven matrices of a layer."""
-    step_table(report, "one training step, LoRA",
-               "trained ms ratio rollout_s learn_s peak_gb first_s", steps, model=name,
-               rank=rank, **work.facts, checkpointing=True)
+    report.table("one training step, LoRA",
+                 "trained ms ratio rollout_s learn_s peak_gb first_s", model=name,
+                 rank=rank, **work.facts, checkpointing=True, timed=timed_steps(steps))
     mine = functools.partial(our_step, name, work, steps, checkpointing=True)
     report.add("ours, LoRA", attempt(mine, lora_rank=rank))
     report.add("TRL with peft, bfloat16",
@@ -652,9 +659,10 @@ def lora(report, name, work, steps, rank):
 def cards(report, name, work, steps):
     """A whole training step on one card or, under torchrun, on several: B prompts for each, one
     update for all."""
-    step_table(report, "one training step, B prompts a card",
-               "samples_s ms rollout_s learn_s peak_gb first_s", steps, model=name,
-               cards=parallel.size(), **work.facts, checkpointing=True)
+    report.table("one training step, B prompts a card",
+                 "samples_s ms rollout_s learn_s peak_gb first_s", model=name,
+                 cards=parallel.size(), **work.facts, checkpointing=True,
+                 timed=timed_steps(steps))
     mine = functools.partial(our_step, name, work, steps, checkpointing=True)
     # a rank that went on without the others would wait for them
     report.add("ours", mine() if parallel.size() > 1 else attempt(mine))
@@ -664,9 +672,9 @@ def cards(report, name, work, steps):
 def fit(report, name, work, gb, steps):
     """A training step within gb GB: settings one after the other, from those that cost no time,
     until one fits; where none does, what the last of them takes."""
-    step_table(report, "a step on a smaller card",
-               "peak_gb cuda_gb ms rollout_s learn_s", steps, model=name,
-               card=f"{gb} GB, {CONTEXT} of them for CUDA", **work.facts)
+    report.table("a step on a smaller card", "peak_gb cuda_gb ms rollout_s learn_s",
+                 model=name, card=f"{gb} GB, {CONTEXT} of them for CUDA", **work.facts,
+                 timed=timed_steps(steps))
     limit = gb - CONTEXT
     for i, settings in enumerate((*FRUGAL, FRUGAL[-1])):
         said = " ".join(f"{k}={v}" for k, v in settings.items()) or "defaults"
@@ -746,13 +754,10 @@ def now():
 
 def trl_row(name, work, steps, dtype, rank=0):
     try:
-        seconds, rollout_s, peak, versions = trl_step(
-            raw_config(name), work, steps + 1, dtype, peft=peft_config(rank))
+        return trl_step(raw_config(name), work, steps + 1, dtype,
+                        peft=peft_config(rank))
     except ImportError as e:
         return dict(note=f"pip install trl, for LoRA also peft: {e}")
-    whole, part = statistics.median(seconds[1:]), statistics.median(rollout_s[1:])
-    return dict(ms=1e3 * whole, first_s=seconds[0], rollout_s=part,
-                learn_s=whole - part, peak_gb=peak, versions=versions)
 
 
 def peft_config(rank):
@@ -767,8 +772,7 @@ def peft_config(rank):
 
 def trl_step(raw, work, steps, dtype, peft=None):
     """TRL's GRPOTrainer on random weights and random prompts: `steps` times one generation and one
-    optimizer update. -> seconds of each step, the first of which warms up; the part of each in
-    generate; peak GB after the warm-up; versions
+    optimizer update, the first of which warms up. -> row, with versions
 
     raw: a config.json as dict; prompts have exactly P tokens, samples exactly R new ones. dtype: of
     the parameters; "float32" is what GRPOTrainer loads by default, computing in bf16 autocast on
@@ -814,7 +818,9 @@ def trl_step(raw, work, steps, dtype, peft=None):
     trainer.accelerator.free_memory()
     del model.generate
     versions = {m.__name__: m.__version__ for m in (trl, transformers, datasets, torch)}
-    return seconds, rollout_s, peak, versions
+    whole, part = statistics.median(seconds[1:]), statistics.median(rollout_s[1:])
+    return dict(ms=1e3 * whole, first_s=seconds[0], rollout_s=part,
+                learn_s=whole - part, peak_gb=peak, versions=versions)
 
 
 def word_tokenizer(V):
@@ -876,15 +882,8 @@ def trl_config(trl, out_dir, work, steps):
 # memory
 
 def memory(report, name, lengths, sampled, learnt):
-    """sampled: what is rolled out; learnt: what is learnt from, one prompt. Their P is the subject
-    of the tables."""
-    memory_by_length(report, name, lengths, sampled, learnt=learnt)
-    release()
-    longest_prompts(report, name, sampled, learnt)
-
-
-def memory_by_length(report, name, lengths, sampled, learnt):
-    """Peak of our rollout and of our learner, each alone on the card, against prompt length."""
+    """Peak of our rollout and of our learner, each alone on the card, against prompt length; then
+    the longest prompts. sampled: what is rolled out; learnt: what is learnt from, one prompt."""
     report.table(
         "peak memory against prompt length",
         "rollout_gb predicted_gb over learner_gb kv_mb", model=name,
@@ -902,6 +901,9 @@ def memory_by_length(report, name, lengths, sampled, learnt):
         else:
             row["note"] = "peaks need CUDA"
         report.add(f"prompt {P:,}", row)
+    model = None  # its room is for longer prompts
+    release()
+    longest_prompts(report, name, sampled, learnt)
 
 
 def rollout_memory(model, name, work):
@@ -920,9 +922,8 @@ def rollout_memory(model, name, work):
         raise AssertionError(
             f"the cache holds {kept:,} bytes, the formula says {formula:,}")
     weights = sum(p.numel() for p in model.parameters()) * DTYPE.itemsize
-    together = min(work.B, max(1, 16384 // work.P)) * work.P  # generate's prefill_rows
-    predicted = (weights + kept + together * c.kv_bytes_per_token(DTYPE) // c.n_layer
-                 + 4 * work.B * work.G * c.vocab_size)
+    together = work.at_once * work.P * c.kv_bytes_per_token(DTYPE) // c.n_layer
+    predicted = weights + kept + together + 4 * work.B * work.G * c.vocab_size
     return dict(prompt=work.P, kv_formula=formula, rollout_gb=peak, kv_bytes=kept,
                 kv_mb=kept / 1e6, predicted_gb=predicted / 1e9)
 
@@ -960,23 +961,33 @@ def search(contender, make, f, a, b):
     release()
     room = (torch.cuda.mem_get_info()[0] + torch.cuda.memory_allocated()) / 1e9
 
-    def measured(P):
-        return dict(gb=peak_gb(lambda: f(model, P)))
-
-    def peak(P):
-        model.zero_grad(set_to_none=True)
-        out = attempt(measured, P)
-        if out.get("note", "out of memory") != "out of memory":
-            raise RuntimeError(out["note"])
-        said = out["note"] if "note" in out else f"{out['gb']:.1f} GB"
-        tell(f"    {contender}: {P:,} tokens {said}")
-        return out.get("gb")
+    def run_it(P):
+        try:
+            f(model, P)
+        finally:
+            model.zero_grad(set_to_none=True)
 
     with short_lives():
-        P, gb, tried = longest(peak, room, a, b)
+        row = longest_that_runs(run_it, room, a, b, contender=contender)
+    return dict(row, room_gb=room)
+
+
+def longest_that_runs(f, room, a, b, contender=None):
+    """The most tokens n for which f(n) has memory, see `longest`; says what it tries if the
+    contender has a name. -> row"""
+    def peak(n):
+        out = attempt(lambda: dict(gb=peak_gb(lambda: f(n))))
+        if out.get("note", "out of memory") != "out of memory":
+            raise RuntimeError(out["note"])
+        if contender:
+            said = out["note"] if "note" in out else f"{out['gb']:.1f} GB"
+            tell(f"    {contender}: {n:,} tokens {said}")
+        return out.get("gb")
+
+    n, gb, tried = longest(peak, room, a, b)
     notes = {None: "not even the shortest length tried",
              CAP: "the cap: longer was not tried"}
-    return dict(tokens=P, peak_gb=gb, tried=tried, room_gb=room, note=notes.get(P, ""))
+    return dict(tokens=n, peak_gb=gb, tried=tried, note=notes.get(n, ""))
 
 
 def longest(peak, room, a, b, cap=CAP):
@@ -1035,20 +1046,19 @@ def probes(name, sampled, learnt):
         model(input_ids=ids, use_cache=False, logits_to_keep=1)
         del cache
 
-    mine = functools.partial(ours, name)
+    def mine():
+        return ours(name)
 
     def trained():
         return training_rival(name, "short")[0]
-
-    def plain():
-        return rival(name, "short")[0]
 
     return {
         "our learner, checkpointing": (mine, learns, 8192, 16384),
         f"transformers learner, {learnt.G} at a time":
             (trained, they_learn(learnt.G), 2048, 4096),
         "our rollout": (mine, samples, 16384, 32768),
-        "dense rollout, each sample its cache": (plain, they_sample, 2048, 4096),
+        "dense rollout, each sample its cache":
+            (lambda: rival(name, "short")[0], they_sample, 2048, 4096),
         "transformers learner, 1 at a time": (trained, they_learn(1), 8192, 16384)}
 
 
@@ -1140,7 +1150,7 @@ def stretch(model, name, work, eviction, steps):
     stores = *cache.prompt_k, *cache.prompt_v, cache.response_k, cache.response_v
     for store in stores:
         store.normal_()
-    together = at_once(work)
+    together = work.at_once
     began = now()
     sampler.prefill_row(model, cache, drawn(name, together, work.P), 0)
     prefill_s = (now() - began) * work.B / together
@@ -1182,11 +1192,6 @@ def allocate(model, work, eviction):
                    eviction=eviction, device=DEVICE, dtype=model.dtype)
 
 
-def at_once(work):
-    """Prompts in one prefill pass of generate's."""
-    return min(work.B, max(1, 16384 // work.P))
-
-
 def go_to(cache, t):
     """Let the cache be where it is when t tokens of the responses were fed. Which keys were born
     when does not change what is computed, so the last ones stay."""
@@ -1205,7 +1210,7 @@ def go_to(cache, t):
 
 def longest_response(model, name, work, eviction, gb):
     """The longest response that such a card has room for. gb: None: this card's. -> row"""
-    prompts = drawn(name, at_once(work), work.P)
+    prompts = drawn(name, work.at_once, work.P)
 
     @torch.no_grad()
     def allocated_at(R):
@@ -1216,24 +1221,11 @@ def longest_response(model, name, work, eviction, gb):
         logits = torch.empty(S, model.config.vocab_size, device=DEVICE)
         return cache, tokens, logits
 
-    def measured(R):
-        return dict(gb=peak_gb(lambda: allocated_at(R)))
-
-    def peak(R):
-        out = attempt(measured, R)
-        if out.get("note", "out of memory") != "out of memory":
-            raise RuntimeError(out["note"])
-        return out.get("gb")
-
     with capped(gb and gb - CONTEXT):
         free = torch.cuda.mem_get_info()[0] + torch.cuda.memory_allocated()
-        room = gb or free / 1e9
-        R, peak_of_it, tried = longest(peak, room, 1024, 4096)
+        row = longest_that_runs(allocated_at, gb or free / 1e9, 1024, 4096)
     whole = torch.cuda.get_device_properties(DEVICE).total_memory / 1e9
-    notes = {None: "not even the shortest length tried",
-             CAP: "the cap: longer was not tried"}
-    return dict(card_gb=round(gb or whole), tokens=R, peak_gb=peak_of_it, tried=tried,
-                note=notes.get(R, ""))
+    return dict(row, card_gb=round(gb or whole))
 
 
 # dtype
@@ -1278,12 +1270,10 @@ def gaps(folder, name, work, lengths, kind):
 
 def documents(tok, B, P):
     """B prompts of P tokens, one after the other, of the documents of this repository."""
-    root = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
     ids = []
-    for path in sorted(glob.glob(os.path.join(root, "docs", "*.md"))):
+    for path in sorted(Path(__file__).parent.parent.glob("docs/*.md")):
         if len(ids) < B * P:
-            with open(path, encoding="utf-8") as f:
-                ids += tok.encode(f.read())
+            ids += tok.encode(path.read_text(encoding="utf-8"))
     return [ids[b * P:(b + 1) * P] for b in range(B)]
 
 

@@ -17,6 +17,9 @@ and value in the cache. The step number is read from the device: one CUDA graph 
 Here: the formula, the same in PyTorch (used for real on CPU), two Triton kernels (pieces, then
 their sum), the launch. `python -m experiments.attention` checks against the formula and prints
 times.
+Letters: B prompts with K slots for keys, G samples of each, S = B * G with R slots; t of them are
+filled; nh query and nkv KV heads of size hs, g = nh // nkv; c columns. Loops: sample s of prompt b,
+query head h.
 Left out: gradients, paged caches, response keys that die while decoding.
 References: splitting the keys: FlashDecoding (crfm.stanford.edu/2023/10/12/flashdecoding.html);
 sharing a prefix: Hydragen (arXiv 2402.05099).

@@ -14,8 +14,11 @@ every intermediate; its forward pass there gives the formula's bits.
 The gradient of an RMSNorm weight sums over all rows: programs sum over rows in a fixed
 order and their partial sums are added in a fixed order, so two runs agree bit for bit.
 
-Left out: LayerNorm, GELU, residual adds (the matrix products before them do those, see
-fast/residual.py).
+Letters: N rows of C columns (SwiGLU: 2 M and M), x in, y out, w the weight, d a gradient's prefix,
+c and d numbers of columns, h of heads; r, n, s and g as in the formulas. Upper case in a kernel:
+pointers and constants of compilation.
+
+Left out: LayerNorm, GELU, residual adds (see fast/residual.py).
 """
 import torch
 

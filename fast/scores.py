@@ -10,6 +10,7 @@ A method that scores each KV head by itself computes the same if the prompts pas
 heads, in a fifth of the launches (`folded`); any other runs under torch.vmap (`vmapped`), where a
 prompt cannot see the others either. And attention of all queries to a long prompt is large, but
 what a method makes of it is a sum over queries, so few of them are held at a time (`summed`).
+Letters are those of kvcache.py.
 """
 import torch
 
@@ -42,9 +43,10 @@ def vmapped(score, q, k, *elsewhere, seed):
         return torch.vmap(seeded, chunk_size=at_once, randomness="same")(*inputs)
 
 
-def summed(part, q, k):
-    """part(rows, heads, kv_heads), of slices of q (W, nh, hs) and k (n, nkv, hs), summed over the
-    rows of q and joined along the KV heads, part's first dimension."""
+def summed(part, q, k, elsewhere=None):
+    """part(rows, q, k, elsewhere) of slices of q (W, nh, hs), k (n, nkv, hs) and elsewhere (nh, W)
+    or None, summed over the rows of q, a slice too, and joined along the KV heads, part's first
+    dimension."""
     W, nh, _ = q.shape
     n, nkv, _ = k.shape
     group = nh // nkv  # query heads of a KV head
@@ -57,7 +59,8 @@ def summed(part, q, k):
         total = 0
         for row in range(0, W, rows_at_once):
             rows = slice(row, min(row + rows_at_once, W))
-            total = total + part(rows, heads, slice(first, last))
+            other = None if elsewhere is None else elsewhere[heads, rows]
+            total = total + part(rows, q[rows, heads], k[:, first:last], other)
         sums.append(total)
     return torch.cat(sums)
 

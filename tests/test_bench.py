@@ -22,13 +22,20 @@ pytestmark = pytest.mark.skipif(
 WORK = bench.Work(B=1, P=64, G=2, R=6, budget=48)
 
 
+@pytest.fixture(scope="module", autouse=True)
+def nothing_to_release():
+    """Nothing lies on a card, and to look for garbage takes a fifth of a second each time."""
+    with pytest.MonkeyPatch.context() as m:
+        m.setattr(bench, "release", lambda: None)
+        yield
+
+
 @pytest.fixture(scope="module")
 def results(tmp_path_factory):
     """What `python -m experiments.bench all` writes."""
     out = tmp_path_factory.mktemp("bench")
     bench.main(["all", "--quick", f"--out={out}"])
-    return {part: json.loads((out / f"bench-{part}-cpu.json").read_text())
-            for part in bench.PARTS}
+    return {part: json.loads((out / f"bench-{part}-cpu.json").read_text()) for part in bench.PARTS}
 
 
 def rows(result, table=0):
@@ -48,19 +55,12 @@ def test_every_part_writes_its_numbers(results):
                 if "ms" in row and base:
                     assert row["ratio"] == pytest.approx(row["ms"] / base)
                     assert min(row.get("times_ms", [1])) > 0
+                if row["name"].startswith(("FlexAttention", "SDPA, mask")):
+                    assert row["error"] < 1e-5
                 if "share" in row:
-                    tops = dict(matmul=r["matmul_tflops"] * 1e9,
-                                copy=r["copy_gb_s"] * 1e6)
+                    tops = dict(matmul=r["matmul_tflops"] * 1e9, copy=r["copy_gb_s"] * 1e6)
                     share = row["work"] / row.get("step_ms", row["ms"])
                     assert row["share"] == pytest.approx(share / tops[row["limit"]])
-
-
-def test_attn_compares_outputs(results):
-    r = rows(results["attn"])
-    for name in ("FlexAttention, mask made before", "FlexAttention, mask included",
-                 "SDPA, mask as a matrix"):
-        assert r[name]["error"] < 1e-5
-    assert r["SDPA cuDNN, causal"]["note"] == "needs CUDA"
 
 
 def test_attn_notices_another_mask(monkeypatch):
@@ -85,20 +85,17 @@ def test_visible_pairs_by_counting():
 
 def test_rival_is_the_same_model(monkeypatch):
     assert bench.rival("tiny")[1] < 1e-4
-    real, seen = bench.ours, []
+    real = bench.ours
 
     def other(name, *dtype):
         model = real(name, *dtype)
-        seen.append(model)
-        tensors = model.tensors()
-        key = "layers.0.mlp.down_proj.weight"
-        changed = {**tensors, key: tensors[key] * 1.01}
-        model.tensors = lambda: changed
+        key, tensors = "layers.0.mlp.down_proj.weight", {**model.tensors()}
+        tensors[key] = tensors[key] * 1.01
+        model.tensors = lambda: tensors
         return model
     monkeypatch.setattr(bench, "ours", other)
     with pytest.raises(AssertionError, match="logits of the two models"):
         bench.rival("tiny")
-    assert seen
 
 
 def test_decode_rows(results):
@@ -136,12 +133,6 @@ def test_learner_computes_the_same_gradients():
         bench.check_same("gradients", weight.grad, want, 1e-4)
 
 
-def test_learner_rows(results):
-    r = rows(results["learner"])
-    assert len(r) == 4 and all("note" not in row for row in r.values()), r
-    assert r["ours, checkpointing"]["work"] > r["ours, all activations kept"]["work"]
-
-
 def test_made_rollout_keeps_sinks_and_window():
     kept = bench.made_rollout(bench.config_of("tiny"), WORK).kept[0]
     assert kept.shape == (2, 2, 48)
@@ -150,17 +141,7 @@ def test_made_rollout_keeps_sinks_and_window():
     assert (kept.diff(dim=2) > 0).all()
 
 
-def test_step_rows(results):
-    r = rows(results["step"])
-    assert min(r["ours"][name] for name in ("ms", "rollout_s", "learn_s")) > 0
-    try:
-        import trl  # noqa: F401
-    except ImportError:
-        for name in ("TRL, float32 (its default)", "TRL, bfloat16 (no fp32 masters)"):
-            assert "pip install trl" in r[name]["note"] and "ms" not in r[name]
-
-
-def test_lora_rows(results):
+def test_lora_learner_and_step_rows(results):
     r = rows(results["lora"])
     assert list(r) == ["ours, LoRA", "TRL with peft, bfloat16", "ours, all weights"]
     # rank 2 beside q 32x32, k and v 32x16, o 32x32, gate, up, down 32x64, in two layers; norms,
@@ -169,12 +150,22 @@ def test_lora_rows(results):
     every = sum(p.numel() for p in bench.ours("tiny").parameters())
     assert [r[name].get("trained") for name in r] == [lora / 1e6, None, every / 1e6]
     assert r["ours, LoRA"]["ms"] > 0 and r["ours, LoRA"]["learn_s"] > 0
+    r = rows(results["learner"])
+    assert len(r) == 4 and all("note" not in row for row in r.values()), r
+    assert r["ours, checkpointing"]["work"] > r["ours, all activations kept"]["work"]
+    assert min(rows(results["step"])["ours"][name] for name in ("ms", "rollout_s", "learn_s")) > 0
+
+
+def test_rivals_that_are_not_installed(results):
     try:
         import datasets  # noqa: F401
         import peft  # noqa: F401
         import trl  # noqa: F401
     except ImportError:
-        assert "pip install" in r["TRL with peft, bfloat16"]["note"]
+        for part, name in (("step", "TRL, float32 (its default)"),
+                           ("lora", "TRL with peft, bfloat16")):
+            row = rows(results[part])[name]
+            assert "pip install trl" in row["note"] and "ms" not in row
 
 
 def test_evict_rows(results):
@@ -229,7 +220,7 @@ def test_a_cache_in_the_middle_of_a_response(monkeypatch):
 def test_dtype_rows(results, tmp_path):
     """Longer responses hold the shorter ones; the dense policy is far from the sampler. With a
     checkpoint, prompts are text."""
-    bench.main(["dtype", f"--model={TINY}", f"--out={tmp_path}"])
+    bench.main(["dtype", "--quick", f"--model={TINY}", f"--out={tmp_path}"])
     real = json.loads((tmp_path / "bench-dtype-cpu.json").read_text())
     for result in (results["dtype"], real):
         table = result["tables"][0]
@@ -245,10 +236,6 @@ def test_dtype_rows(results, tmp_path):
     tok = Tokenizer(TINY)
     one, two = bench.documents(tok, 2, 50)
     assert len(one) == len(two) == 50 and one != two and tok.decode(one).strip()
-    with pytest.raises(SystemExit, match="evict does not use --model"):
-        bench.main(["evict", f"--model={TINY}", f"--out={tmp_path}"])
-    with pytest.raises(SystemExit, match="^error: './none': no such folder"):
-        bench.main(["dtype", "--model=./none", f"--out={tmp_path}"])
 
 
 def two_ranks(out):
@@ -290,30 +277,15 @@ def test_cards(results, tmp_path):
         assert row["times"][1][0] == row["ms"] / 1e3 and len(row["times"]) == 2
 
 
-def test_fit_stops_at_the_first_that_fits(results, monkeypatch):
-    # all fits where memory has no cap
-    assert list(rows(results["fit"])) == ["defaults"]
-    asked = []
-
-    def step(name, work, steps, **settings):
-        asked.append(settings)
-        if not settings["checkpointing"]:
-            raise RuntimeError("CUDA out of memory")
-        return dict(ms=1.0)
-
-    monkeypatch.setattr(bench, "our_step", step)
-    report = bench.Report()
-    bench.fit(report, name="tiny", work=bench.TINY, gb=16, steps=1)
-    found = {row["name"]: row.get("note") for row in report.tables[0]["rows"]}
-    full = "out of memory"
-    assert found == {"defaults": full, "micro_rows=8192": full,
-                     "checkpointing=True": None}
-    assert asked[1:] == [dict(checkpointing=False, micro_rows=8192),
-                         dict(checkpointing=True)]
-
-
-def test_fit_says_what_would_be_needed(monkeypatch):
-    """Where nothing fits, the last settings run once without a limit."""
+@pytest.mark.parametrize("fits, notes", [
+    (lambda limit, ask: ask["checkpointing"],  # the first that fits is the last that is tried
+     {"defaults": 1, "micro_rows=8192": 1, "checkpointing=True": 0}),
+    (lambda limit, ask: limit is None,  # none fits: the last once more, without a limit
+     {"defaults": 1, "micro_rows=8192": 1, "checkpointing=True": 1,
+      "checkpointing=True micro_rows=4096": 1, "checkpointing=True lora_rank=16": 1,
+      "checkpointing=True lora_rank=16, no limit": 0})])
+def test_fit_stops_at_the_first_that_fits(results, monkeypatch, fits, notes):
+    assert list(rows(results["fit"])) == ["defaults"]  # memory has no cap here
     limits = []
 
     @contextmanager
@@ -322,19 +294,19 @@ def test_fit_says_what_would_be_needed(monkeypatch):
         yield
 
     def step(name, work, steps, **settings):
-        if limits[-1] is not None:
+        if not fits(limits[-1], settings):
             raise RuntimeError("CUDA out of memory")
-        return dict(ms=1.0, peak_gb=28.5)
+        asked = " ".join(f"{k}={v}" for k, v in settings.items() if v or k == "lora_rank")
+        return dict(ms=1.0, peak_gb=28.5, asked=asked)
 
     monkeypatch.setattr(bench, "capped", capped)
     monkeypatch.setattr(bench, "our_step", step)
     report = bench.Report()
     bench.fit(report, name="tiny", work=bench.TINY, gb=24, steps=1)
-    rows = report.tables[0]["rows"]
-    assert limits == [24 - bench.CONTEXT] * 5 + [None]
-    assert [row.get("note") for row in rows] == ["out of memory"] * 5 + [None]
-    assert rows[-1]["name"] == "checkpointing=True lora_rank=16, no limit"
-    assert rows[-1]["peak_gb"] == 28.5
+    found = report.tables[0]["rows"]
+    assert {row["name"]: int(row.get("note") == "out of memory") for row in found} == notes
+    assert found[-1]["name"].startswith(found[-1]["asked"]) and found[-1]["peak_gb"] == 28.5
+    assert set(limits[:5]) == {24 - bench.CONTEXT}
 
 
 def test_the_cap_is_a_share_of_the_card(monkeypatch):
@@ -358,8 +330,7 @@ def test_kv_bytes_are_the_formula(results, monkeypatch):
         assert row["kv_bytes"] == row["kv_formula"] == keys * per_key
     monkeypatch.setattr(bench, "rollout_kv", lambda *_: 1)
     with pytest.raises(AssertionError, match="the formula says 1"):
-        bench.memory_by_length(bench.Report(), "tiny", [40], replace(WORK, B=2, R=4),
-                               learnt=WORK)
+        bench.memory(bench.Report(), "tiny", [40], replace(WORK, B=2, R=4), learnt=WORK)
 
 
 def test_longest_finds_the_edge():
@@ -397,8 +368,7 @@ def test_attempt_keeps_assertions_and_explains_the_rest():
     assert bench.attempt(dict, a=1) == dict(a=1)
     assert note(torch.OutOfMemoryError("CUDA out of memory. Tried")) == "out of memory"
     assert note(RuntimeError("CUBLAS_STATUS_ALLOC_FAILED when")) == "out of memory"
-    said = "RuntimeError: No available kernel. Aborting"
-    assert note(RuntimeError("No available kernel.\nAborting")) == said
+    assert note(RuntimeError("No\nkernel")) == "RuntimeError: No kernel"
     with pytest.raises(AssertionError):
         bench.attempt(fail, AssertionError("differs"))
     with pytest.raises(AssertionError):
@@ -410,10 +380,9 @@ def test_refuses_what_it_cannot_do(tmp_path, capsys):
     anything is measured."""
     file = tmp_path / "file"
     file.write_text("")
-    for args in ("attn --shape=tiny", "learner --quick --shape=qwen2.5-1.5b",
-                 "all --quick --shape=smollm2-135m", f"attn --quick --out={file}",
-                 "attn --quick --out=/proc", "attn --quick --out=", "", "attm",
-                 "attn --shape=gpt", "attn decode", "attn --bogus", "attn --out"):
+    for args in ("attn --shape=tiny", "all --quick --shape=smollm2-135m",
+                 f"attn --quick --out={file}", "attn --quick --out=", "attm", "attn --bogus",
+                 f"evict --model={TINY}", "dtype --model=./none"):
         with pytest.raises(SystemExit, match="^error: [^\n]*$"):
             bench.main(args.split())
     assert capsys.readouterr().out == ""

@@ -91,8 +91,7 @@ def test_rms_norm(shape, dtype, monkeypatch):
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("N, nh, nkv, hs",
-                         ((1, 9, 3, 64), (5, 12, 2, 128), (7, 4, 4, 12)))
+@pytest.mark.parametrize("N, nh, nkv, hs", ((1, 9, 3, 64), (5, 12, 2, 128), (7, 4, 4, 12)))
 def test_rotate(N, nh, nkv, hs, dtype):
     torch.manual_seed(0)
     angle = torch.rand(N, hs // 2, device=DEVICE) * 100

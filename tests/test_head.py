@@ -55,22 +55,6 @@ def test_vmap_is_the_loop(batch, dtype, device):
         assert not same(torch.vmap(torch.matmul)(a, b).float(), both)
 
 
-@pytest.mark.parametrize("device", DEVICES)
-def test_vmap_in_vmap_and_through_other_operations(device):
-    torch.manual_seed(0)
-    q = torch.randn(3, 4, 2, 8, 16, device=device)  # (prompts, layers, nkv, rows, hs)
-    k = torch.randn(4, 2, 33, 16, device=device)    # (layers, nkv, keys, hs)
-
-    def attention(q, k):
-        return matmul32(q, k.transpose(1, 2)).softmax(-1).sum(1)  # (nkv, keys)
-
-    got = torch.vmap(torch.vmap(attention), in_dims=(0, None))(q, k)
-    rows = [[attention(a, b) for a, b in zip(x, k)] for x in q]
-    want = torch.stack([torch.stack(row) for row in rows])
-    assert rel(got, want) < 1e-6
-    assert rel(got, want.flip(1)) > 0.1  # the control: layers the other way round
-
-
 # what is read off a row of logits
 
 def test_kl_direction_and_reduction():
@@ -85,27 +69,17 @@ def test_kl_direction_and_reduction():
         assert kl == pytest.approx(want, abs=1e-5)
 
 
-def test_kl_gradient_against_finite_differences():
+def test_kl_gradient_is_the_students():
     torch.manual_seed(0)
-    s, t = torch.randn(3, 5, dtype=torch.double), torch.randn(3, 5, dtype=torch.double)
-    targets = torch.zeros(3, dtype=torch.int64)
-
-    def kl(s, t):
-        return score([s, t], targets, student=0)["kl"].sum()
-
-    student, teacher = s.clone().requires_grad_(), t.clone().requires_grad_()
-    kl(student, teacher).backward()
-    numeric = torch.zeros_like(s)
-    for i in range(s.numel()):
-        step = torch.zeros(s.numel(), dtype=torch.double)
-        step[i] = 1e-6
-        step = step.view_as(s)
-        numeric.view(-1)[i] = (kl(s + step, t) - kl(s - step, t)) / 2e-6
-    assert rel(student.grad, numeric) < 1e-8
-    assert teacher.grad is None  # it is detached
-    other = s.clone().requires_grad_()
-    kl_rows(t.log_softmax(-1), other.log_softmax(-1)).sum().backward()
-    assert rel(other.grad, numeric) > 0.1  # control: the other direction
+    s, t = (torch.randn(3, 5, dtype=torch.double).requires_grad_() for _ in range(2))
+    kl = score([s, t], torch.zeros(3, dtype=torch.int64), student=0)["kl"]
+    got, of_teacher = torch.autograd.grad(kl.sum(), (s, t), allow_unused=True)
+    p, q = s.softmax(-1), t.softmax(-1)
+    want = torch.autograd.grad((p * (p / q).log()).sum(), s)[0]
+    assert rel(got, want) < 1e-12 and of_teacher is None
+    p, q = s.softmax(-1), t.softmax(-1)
+    other = torch.autograd.grad((q * (q / p).log()).sum(), s)[0]
+    assert rel(got, other) > 0.1  # control: the other direction
 
 
 def test_temperature():

@@ -8,6 +8,7 @@ import subprocess
 import sys
 import threading
 import time
+from itertools import product
 from types import SimpleNamespace
 
 import pytest
@@ -50,12 +51,11 @@ CASES = dict(
     sequence=dict(),
     token=dict(norm="token", micro_rows=150, updates=2),
     weights=dict(learner="dense", correction="sparse_rl", norm="token", updates=2),
-    reference=dict(ref_kl=0.1, evict="random", norm="constant"),
     ppo=dict(objective="ppo", updates=2, lam=0.95),
     dpo=dict(objective="dpo", updates=2),
     one_pair=dict(objective="dpo"),
     no_pair=dict(objective="dpo"),
-    lora=dict(lora_rank=4, updates=2))
+    lora=dict(lora_rank=4, updates=2, ref_kl=0.1, evict="random", norm="constant"))
 CONTROLS = ("sequence", "token", "weights")
 
 
@@ -76,10 +76,8 @@ def test_parts_of_a_rollout(model, evict, spread):
     for name in ("tokens", "lengths", "stopped"):
         assert torch.equal(getattr(r, name), getattr(whole, name)), name
     assert (r.logp_roll - whole.logp_roll).abs().max() < 1e-4
-    for b in range(5):
-        for layer in range(3):
-            for head in range(2):
-                assert torch.equal(r.kept[b][layer][head], whole.kept[b][layer][head])
+    for b, layer, head in product(range(5), range(3), range(2)):
+        assert torch.equal(r.kept[b][layer][head], whole.kept[b][layer][head])
     n = whole.lengths[..., None]                                # what dies later was never there
     assert torch.equal(r.until.minimum(n), whole.until.minimum(n))
     assert r.kv["dense"] == whole.kv["dense"] and 0 < r.kv["kept"] <= whole.kv["kept"]
@@ -89,24 +87,17 @@ def test_parts_of_a_rollout(model, evict, spread):
     assert not torch.equal(join(parts[::-1]).tokens, whole.tokens)
 
 
-@pytest.mark.parametrize("part", ((-1, 5), (4, 5), (0, 1)))
-def test_a_part_that_does_not_fit(model, part):
-    with pytest.raises(ValueError, match=r"part must be \(first, all\), with 2 prompts"):
-        generate(model, prompts(40, 41), 2, 3, part=part)
-
-
 def test_shares(monkeypatch):
     """Of any number of things every rank has a range, and all are somebody's once."""
     assert parallel.share(7) == range(7) and parallel.gather(7) == [7]  # one rank
-    for n in range(9):
-        for size in (1, 2, 3, 8):
-            found = []
-            monkeypatch.setattr(parallel, "size", lambda: size)
-            for r in range(size):
-                monkeypatch.setattr(parallel, "rank", lambda: r)
-                assert n // size <= len(parallel.share(n)) <= -(-n // size)
-                found += parallel.share(n)
-            assert found == list(range(n))
+    for n, size in product(range(9), (1, 2, 3, 8)):
+        monkeypatch.setattr(parallel, "size", lambda: size)
+        found = []
+        for r in range(size):
+            monkeypatch.setattr(parallel, "rank", lambda: r)
+            assert n // size <= len(parallel.share(n)) <= -(-n // size)
+            found += parallel.share(n)
+        assert found == list(range(n))
 
 
 def test_metrics_together():
@@ -253,25 +244,23 @@ def check_skipping(r):
 def talk():
     r = parallel.rank()
     assert parallel.size() == 2 and parallel.launched()
-    found = parallel.gather(dict(x=torch.full((1 + r,), r), name="ab"[r]))
-    assert [f["name"] for f in found] == ["a", "b"] and [len(f["x"]) for f in found] == [1, 2]
-    assert [f["x"].tolist() for f in found] == [[0], [1, 1]]
     kinds = [torch.tensor(r == 0), torch.zeros(0, 3), torch.arange(6).view(2, 3).t() + r,
              torch.tensor([1.5, r], dtype=torch.bfloat16)[1:], torch.tensor([[True, False]] * 3)]
-    mine = [kinds] * (1 + r)
+    mine = [kinds] * (1 + r), "ab"[r]  # of other lengths on each rank
     found = parallel.gather(mine)
-    assert found[r] is mine and found[1 - r][0] is not kinds
+    assert found[r] is mine and found[1 - r][0][0] is not kinds
+    for n, (several, name) in enumerate(found):
+        assert name == "ab"[n] and len(several) == 1 + n
+        assert all(f is several[0] for f in several)
+        truth, empty, matrix, one, flags = several[0]
+        assert truth.shape == () and truth.item() == (n == 0) and empty.shape == (0, 3)
+        assert matrix.tolist() == [[n, 3 + n], [1 + n, 4 + n], [2 + n, 5 + n]]
+        assert one.dtype == torch.bfloat16 and one.item() == n and torch.equal(flags, kinds[4])
     column = torch.arange(6.).view(3, 2)[:, 0].requires_grad_()
     assert [x.tolist() for x in parallel.gather(column)] == [[0, 2, 4]] * 2
     assert not parallel.gather(column)[1 - r].requires_grad
     with pytest.raises(RuntimeError):  # its own and no ConnectionError: no rank has gone
         parallel.gather(torch.ones(2).to_sparse())
-    for n, several in enumerate(found):
-        assert len(several) == 1 + n and all(f is several[0] for f in several)
-        truth, empty, matrix, one, flags = several[0]
-        assert truth.shape == () and truth.item() == (n == 0) and empty.shape == (0, 3)
-        assert matrix.tolist() == [[n, 3 + n], [1 + n, 4 + n], [2 + n, 5 + n]]
-        assert one.dtype == torch.bfloat16 and one.item() == n and torch.equal(flags, kinds[4])
     a, b = (torch.nn.Parameter(torch.zeros(3)) for _ in range(2))
     a.grad = torch.arange(3.0) + r
     if r == 0:
@@ -353,39 +342,33 @@ def test_what_several_ranks_cannot_do(monkeypatch):
 
 def test_cards_of_ranks(monkeypatch):
     """A rank takes the card of its number on its machine."""
-    monkeypatch.delenv("NCCL_MULTI_RANK_GPU_ENABLE", raising=False)
     taken = []
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     monkeypatch.setattr(torch.cuda, "set_device", taken.append)
-
-    def chosen(device):
+    several = "more ranks than the 2 cards here: --nproc_per_node=2"
+    for cards, number, shared, device, want in (
+            (2, None, None, "auto", "cuda"), (2, None, None, "cuda:1", "cuda:1"),
+            (2, None, None, "cpu", "cpu"), (2, 1, None, "auto", "cuda:1"),
+            (2, 1, None, "cuda", "cuda:1"), (2, 1, None, "cpu", "cpu"),
+            (2, 1, None, "cuda:1", "device=cuda:1 is one card, torchrun gives each rank"),
+            (2, 2, None, "cuda", several), (2, 2, "0", "cuda", several),
+            # where NCCL is told that ranks may share one
+            (2, 2, "1", "cuda", "cuda:0"), (3, 5, "1", "cuda", "cuda:2"),
+            (0, 5, "1", "cuda", "torch finds no CUDA")):
+        monkeypatch.setattr(torch.cuda, "device_count", lambda: cards)
+        env = dict(LOCAL_RANK=number, NCCL_MULTI_RANK_GPU_ENABLE=shared,
+                   TORCHELASTIC_RUN_ID=None if number is None else "test")
+        for name, value in env.items():
+            monkeypatch.delenv(name, raising=False)
+            if value is not None:
+                monkeypatch.setenv(name, str(value))
         c = SimpleNamespace(device=device)
-        choose_device(c)
-        return c.device
-
-    assert [chosen("auto"), chosen("cuda:1"), chosen("cpu")] == ["cuda", "cuda:1", "cpu"]
-    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "test")
-    monkeypatch.setenv("LOCAL_RANK", "1")
-    assert [chosen("auto"), chosen("cuda"), chosen("cpu")] == ["cuda:1", "cuda:1", "cpu"]
-    assert taken == [0, 1, 1, 1]
-    with pytest.raises(ValueError, match="device=cuda:1 is one card, torchrun gives each rank"):
-        chosen("cuda:1")
-    monkeypatch.setenv("LOCAL_RANK", "2")
-    with pytest.raises(ValueError, match="more ranks than the 2 cards here: --nproc_per_node=2"):
-        chosen("cuda")
-    monkeypatch.setenv("NCCL_MULTI_RANK_GPU_ENABLE", "0")
-    with pytest.raises(ValueError, match="more ranks than the 2 cards here"):
-        chosen("cuda")
-    # where NCCL is told that ranks may share one
-    monkeypatch.setenv("NCCL_MULTI_RANK_GPU_ENABLE", "1")
-    assert chosen("cuda") == "cuda:0" and taken[-1] == 0
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 3)
-    monkeypatch.setenv("LOCAL_RANK", "5")
-    assert chosen("cuda") == "cuda:2" and taken[-1] == 2
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
-    with pytest.raises(ValueError, match="torch finds no CUDA"):
-        chosen("cuda")
+        try:
+            choose_device(c)
+            assert c.device == want
+        except ValueError as e:
+            assert want in str(e)
+    assert taken == [0, 1, 1, 1, 0, 2]
 
 
 # runs
@@ -471,8 +454,7 @@ def test_a_run_of_two_ranks_goes_on_with_one(device, whole, tmp_path):
     resumed = Ranks(2, tmp_path, train.main, [[*FAST, *args, "--resume=True"]])
     assert resumed.wait()[0] == [0, 0]
     check_log(tmp_path / "out", whole)
-    got, want = (read_checkpoint(path)["learner"]["masters"]
-                 for path in (tmp_path / "out", whole))
+    got, want = (read_checkpoint(path)["learner"]["masters"] for path in (tmp_path / "out", whole))
     assert max((a - b).abs().max() for a, b in zip(got, want)) < 1e-5
     # control: with other noise the log is another
     train_here(f"--out_dir={tmp_path / 'other'}", f"--device={device}", "--seed=1")

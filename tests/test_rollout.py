@@ -105,15 +105,15 @@ def test_ragged_prompt_equals_alone(model, method):
 
 def test_nothing_of_size_rows_squared():
     """Neither rollout nor learner allocates rows x rows elements."""
-    net = toy(num_hidden_layers=1, max_position_embeddings=3072)
+    net = toy(num_hidden_layers=1, num_key_value_heads=1, max_position_embeddings=2048)
 
     def rollout_and_learner():
-        r = generate(net, prompts(2400), 2, 6, eviction=EVICTION)
+        r = generate(net, prompts(1200), 2, 6, eviction=EVICTION)
         replay(net, r)["shadow"].sum().backward()
 
-    # 4 heads x 2400 rows x a chunk of queries is what the reference may hold
-    assert largest_tensor(rollout_and_learner) < 2400 * 2400 / 4
-    assert largest_tensor(lambda: torch.ones(2400, 1) + torch.ones(2400)) == 2400 * 2400
+    # the mask of a chunk of queries is what the reference may hold
+    assert largest_tensor(rollout_and_learner) < 1200 * 1200 / 4
+    assert largest_tensor(lambda: torch.ones(1200, 1) + torch.ones(1200)) == 1200 * 1200
 
 
 # drawing tokens
@@ -142,31 +142,15 @@ def test_stops(model):
     """A response ends with its first stop token, which counts; nothing is recorded after it; no
     stop token: cut at R."""
     r = generate(model, prompts(40, 50), 8, 16, stop_ids=STOP, seed=0, eviction=EVICTION)
-    stop = torch.isin(r.tokens, torch.tensor(STOP))
-    for b in range(2):
-        for g in range(8):
-            n = r.lengths[b, g].item()
-            assert not stop[b, g, :n - 1].any()
-            assert (r.tokens[b, g, n:] == 0).all() and (r.logp_roll[b, g, n:] == 0).all()
-            assert r.mask[b, g].tolist() == [t < n for t in range(16)]
-            if r.stopped[b, g]:
-                assert stop[b, g, n - 1]
-            else:
-                assert n == 16
+    t = torch.arange(16)
+    stop = torch.isin(r.tokens, torch.tensor(STOP)) & r.mask
+    assert torch.equal(r.mask, t < r.lengths[..., None])
+    assert (r.tokens[~r.mask] == 0).all() and (r.logp_roll[~r.mask] == 0).all()
+    # the only stop token of a response is its last
+    assert torch.equal(stop, (t == r.lengths[..., None] - 1) & r.stopped[..., None])
+    assert (r.stopped | (r.lengths == 16)).all()
     assert r.stopped.any() and not r.stopped.all()
     assert (generate(model, prompts(40), 2, 16, seed=0, eviction=EVICTION).lengths == 16).all()
-
-
-def test_padded_vocabulary():
-    """An id that the tokenizer does not have is never sampled, however likely, and is outside the
-    learner's support too."""
-    net = toy()
-    net.embed_tokens.weight.data[48:] *= 30
-    free = generate(net, prompts(40), 16, 8, seed=0, eviction=EVICTION)
-    net.use_tokens(48)
-    r = generate(net, prompts(40), 16, 8, seed=0, eviction=EVICTION)
-    assert (free.tokens >= 48).any() and r.tokens.max() < 48
-    assert gap(net, r) <= 1e-4
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -175,11 +159,12 @@ def test_absent_tokens(temperature, device):
     """Ids without a token, however likely: never sampled, outside the learner's support, and no
     number that is made of them is NaN. The row of the embedding is not trained."""
     net = toy(tie_word_embeddings=False).to(device)
-    net.lm_head.weight.data[[7, 20]] *= 40
+    net.lm_head.weight.data[[7, 20, 48]] *= 40
     ask = dict(prompts=prompts(40, 61), group=8, max_new_tokens=8, temperature=temperature,
                eviction=EVICTION)
     r = generate(net, **ask)
-    assert torch.isin(r.tokens, torch.tensor([7, 20], device=device)).float().mean() > 0.5
+    assert (r.tokens == 48).any()
+    assert torch.isin(r.tokens, torch.tensor([7, 20, 48], device=device)).float().mean() > 0.5
     net.use_tokens(48, absent=[20, 7])
     r = generate(net, **ask)
     assert not torch.isin(r.tokens, torch.tensor([7, 20, 48, 49], device=device)).any()
@@ -276,19 +261,14 @@ REQUESTS = {
     "token id -1": dict(prompts=[[1, -1]]),
     "temperature must be finite and not negative, got -1": dict(temperature=-1),
     "temperature must be finite and not negative, got nan": dict(temperature=torch.nan),
-    "temperature must be finite and not negative, got inf": dict(temperature=torch.inf),
     "prefill_rows must be at least 1": dict(prefill_rows=0),
+    r"part must be \(first, all\), with 1 prompts from .*, got \(-1, 5\)": dict(part=(-1, 5)),
+    r"part must be .*, got \(5, 5\)": dict(part=(5, 5)),
     "prompts must be a list of lists of token ids, got 5": dict(prompts=5),
-    "prompts must be a list of lists": dict(prompts="text"),
     "prompt 0 must be a list of token ids, got 5": dict(prompts=[5, 6]),
-    "prompt 0 must be a list of token ids, got 'text'": dict(prompts=["text"]),
     "prompt 1 must be a list of token ids": dict(prompts=[[1], [2.0, 3.0]]),
-    "prompt 0 must be a list of token ids": dict(prompts=[torch.ones(3)]),
     "stop_ids holds token id 50": dict(stop_ids=[3, 50]),
-    "stop_ids holds token id -1": dict(stop_ids=[-1]),
     "stop_ids must be a list of token ids, got 3": dict(stop_ids=3),
-    r"stop_ids must be a list of token ids, got \[3.5": dict(stop_ids=[3.5]),
-    "stop_ids must be a list of token ids, got '</s>'": dict(stop_ids="</s>"),
     "seed must be from 0 to 2\\^63 - 1, got -1": dict(seed=-1),
     "seed must be from 0": dict(seed=2**63),
 }
@@ -318,8 +298,7 @@ def test_response_eviction_on_a_gpu(method):
     """fp32, the kernels and the recorded step: between replays keys are evicted, and the learner
     follows."""
     net = toy().to("cuda")
-    r = generate(net, prompts(61, 40, 97, 20), 3, 60, seed=2,
-                 eviction=replace(OWN, method=method))
+    r = generate(net, prompts(61, 40, 97, 20), 3, 60, seed=2, eviction=replace(OWN, method=method))
     assert gap(net, r) <= 1e-3 and r.until.min() == 15
     assert gap(net, replace(r, until=torch.full_like(r.until, 60))) > 1e-2
 

@@ -44,7 +44,7 @@ def test_log_probs(temperature, t):
 @kernel
 def test_distribution(t):
     """Draws follow the softmax, as draw_token's do; a row's does not depend on the rows after."""
-    n = 200_000 if CUDA else 400
+    n = 200_000 if CUDA else 100
     row = torch.tensor([2.0, 1.0, 0.0, -1.0, 0.5], device=DEVICE)
     p = (row / 0.5).softmax(0)
     token, _ = sample_triton(row.expand(n, 5), 0.5, 5, t)
@@ -61,7 +61,7 @@ def test_distribution(t):
     assert ((shares(token) - p).abs() < bound(n)).all()
     assert ((shares(token) - shares(drawn)).abs() < bound(n) + bound(200_000)).all()
     # the control: another temperature would be seen
-    assert ((p - row.softmax(0)).abs() > bound(400)).any()
+    assert ((p - row.softmax(0)).abs() > bound(100)).any()
     few = n // 10
     assert torch.equal(sample_triton(row.expand(few, 5), 0.5, 5, t)[0], token[:few])
 
@@ -130,8 +130,7 @@ def duel_kernel(FIRST, SECOND, AT, x, BLOCK: tl.constexpr):
     m, l, best, at, _ = consider(
         zero + x, column, tl.load(FIRST + i), zero - 3e38, zero, zero - 3e38, column, zero,
         False)
-    m, l, best, at, _ = consider(
-        zero, column + 1, tl.load(SECOND + i), m, l, best, at, zero, False)
+    m, l, best, at, _ = consider(zero, column + 1, tl.load(SECOND + i), m, l, best, at, zero, False)
     tl.store(AT + i, at)
 
 

@@ -7,7 +7,6 @@ whole grid on a GPU, in fp32 and bf16; on machines without one they run on a sma
 Triton's interpreter, in a process of its own.
 """
 import math
-import os
 import subprocess
 import sys
 from itertools import product
@@ -17,25 +16,11 @@ import torch
 
 import experiments.attention
 import shadow_attn
-from conftest import (
-    CUDA,
-    DEVICE,
-    INTERPRET,
-    ROOT,
-    beside_interpreter,
-    kernel,
-    largest_tensor,
-)
+from conftest import CUDA, DEVICE, INTERPRET, ROOT, beside_interpreter, kernel, largest_tensor
 from experiments.attention import group_until
 from fast import attention as tuned
 from fast.attention import TILE_K, TILE_Q, make_plan, make_plans
-from shadow_attn import (
-    definition,
-    shadow_attention,
-    shadow_attention_ref,
-    triton,
-    visible,
-)
+from shadow_attn import definition, shadow_attention, shadow_attention_ref, triton, visible
 
 KERNELS = "(triton or simple) and not gpu and not import"  # in the interpreter
 NS = 1, 15, 16, 17, 63, 64, 65, 127, 129, 700
@@ -45,8 +30,7 @@ HEADS = (4, 4), (6, 2), (8, 1)
 SMALL_GRID = [(1, 16, (4, 4)), (15, 48, (6, 2)), (16, 80, (8, 1)), (17, 96, (4, 4)),
               (63, 128, (6, 2)), (64, 64, (8, 1)), (65, 16, (6, 2)), (127, 48, (4, 4)),
               (129, 80, (4, 1)), (390, 16, (2, 1))]
-TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 1e-2, torch.float16: 2e-3,
-             torch.float64: 1e-13}
+TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 1e-2, torch.float16: 2e-3, torch.float64: 1e-13}
 
 gpu = pytest.mark.skipif(not CUDA, reason="needs a GPU")
 ON_CARD = ["triton", "simple"]
@@ -112,19 +96,18 @@ def run(impl, q, k, v, until, grad, scale=None):
     return got
 
 
-@torch.no_grad()
-def run_forward(impl, q, k, v, until):
-    return shadow_attention(q, k, v, until, impl=impl)
-
-
 def errors(got, want):
     """Error in norm of each tensor, relative to max(1, norm)."""
-    return [((a.double() - b).norm() / b.norm().clamp(min=1)).item()
-            for a, b in zip(got, want)]
+    return [((a.double() - b).norm() / b.norm().clamp(min=1)).item() for a, b in zip(got, want)]
 
 
 def error(got, want):
     return max(errors(got, want))
+
+
+@torch.no_grad()
+def run_forward(impl, q, k, v, until):
+    return shadow_attention(q, k, v, until, impl=impl)
 
 
 def check_case(impl, device, dtype, *, N, hs, heads):
@@ -155,7 +138,11 @@ def test_definition(scale):
 
 @pytest.mark.parametrize("N", NS)
 def test_ref_grid(N):
-    for hs, heads in product(SIZES, HEADS):
+    """All sizes and heads; of the longest, which takes seconds, three."""
+    sizes = product(SIZES, HEADS)
+    if N == 700:
+        sizes = zip(SIZES[::2], HEADS)
+    for hs, heads in sizes:
         check_case("ref", "cpu", torch.float32, N=N, hs=hs, heads=heads)
 
 
@@ -218,6 +205,7 @@ def test_negative_controls(impl, device):
 
 @real_impl
 def test_strides(impl, device):
+    """Any layout; two runs of a kernel agree bit for bit."""
     # a multiple of the tile: otherwise padding makes a contiguous copy of `until`
     N, nh, nkv, hs = 2 * TILE_K, 4, 2, 16
     *_, until = case(N, nh, nkv, hs, device=device)
@@ -235,14 +223,6 @@ def test_strides(impl, device):
         # the kernel reads the same numbers in the same order; a BLAS may choose another
         # order for another layout
         assert impl == "ref" or all(torch.equal(a, b) for a, b in zip(got, plain))
-
-
-@real_impl
-def test_two_runs_are_bitwise_equal(impl, device):
-    q, k, v, grad, until = case(150, 3, 1, 16, device=device)
-    once = run(impl, q, k, v, until=until, grad=grad)
-    again = run(impl, q, k, v, until=until, grad=grad)
-    assert all(torch.equal(a, b) for a, b in zip(once, again))
 
 
 @every_impl
@@ -308,11 +288,11 @@ def test_ref_empty_rows_whatever_sdpa_does(monkeypatch):
 
 
 def test_no_dense_mask():
-    N = 3000
+    N = 1500
     q, k, v, grad, until = case(N, 1, 1, 16)
     until[:] = N  # plain causal, the densest there is
     largest = largest_tensor(lambda: run("ref", q, k, v, until=until, grad=grad))
-    assert 0 < largest <= shadow_attn.CHUNK * N < N * N / 10
+    assert 0 < largest <= shadow_attn.CHUNK * N < N * N / 5
 
 
 # the plan
@@ -393,12 +373,10 @@ def test_triton_layers_are_planned_together():
 
 
 @kernel
-def test_triton_shares_of_query_heads(monkeypatch):
-    """dK and dV from one program per key tile and query head, and from one per key tile: both
-    right, here with 6 heads a group."""
-    for few in (0, 1 << 20):
-        monkeypatch.setattr(tuned, "FEW_TILES", few)
-        check_case("triton", DEVICE, torch.float32, N=131, hs=16, heads=(6, 1))
+def test_triton_one_program_for_all_query_heads(monkeypatch):
+    """dK and dV from one program per key tile; small cases take one for each query head, too."""
+    monkeypatch.setattr(tuned, "FEW_TILES", 0)
+    check_case("triton", DEVICE, torch.float32, N=131, hs=16, heads=(6, 1))
 
 
 @kernel
@@ -428,13 +406,13 @@ def test_triton_writes_over_q():
 @kernel
 def test_triton_sorting_pays():
     # two policies of one group: nearly all the work in visited tiles is visible work
-    until = group_until(P=2048, G=4, R=129, budget=256, nkv=2)
+    until = group_until(P=2048, G=4, R=129, budget=256, nkv=1)
     N = until.shape[1]
     _, _, (_, _, seen, _), _ = planned(until, backward=False)
     pairs = (until.long() - torch.arange(N)).clamp(min=0).sum()
     assert pairs / (seen.sum() * TILE_Q * TILE_K) > 0.85
     causal = sum(-(-min(N, i + TILE_Q) // TILE_K) for i in range(0, N, TILE_Q))
-    assert seen.sum() < 0.75 * 2 * causal  # tiles of 2 heads
+    assert seen.sum() < 0.75 * causal
 
 
 # the front door
@@ -460,8 +438,7 @@ Z = torch.zeros
     (dict(scale=math.nan), "scale"),
     (dict(impl="flash"), "impl='flash' is unknown")])
 def test_errors(change, message):
-    good = dict(q=Z(8, 4, 16), k=Z(8, 2, 16), v=Z(8, 2, 16),
-                until=torch.full((2, 8), 8).int())
+    good = dict(q=Z(8, 4, 16), k=Z(8, 2, 16), v=Z(8, 2, 16), until=torch.full((2, 8), 8).int())
     shadow_attention(**good)
     with pytest.raises(ValueError, match=message) as e:
         shadow_attention(**{**good, **change})
@@ -483,13 +460,10 @@ def test_errors_of_kernels(impl):
 
 def test_dispatch():
     q, k, v, _, until = case(40, 4, 2, 16)
-    assert torch.equal(shadow_attention(q, k, v, until),
-                       shadow_attention_ref(q, k, v, until))
     q, k, v = (x.bfloat16() for x in (q, k, v))  # computed in fp32, rounded once
     low = shadow_attention(q, k, v, until)
-    assert low.dtype == torch.bfloat16
     high = shadow_attention_ref(q.float(), k.float(), v.float(), until)
-    assert torch.equal(low, high.bfloat16())
+    assert low.dtype == torch.bfloat16 and torch.equal(low, high.bfloat16())
     if triton is not None and not INTERPRET:
         with pytest.raises(ValueError, match="needs CUDA tensors, got cpu"):
             shadow_attention(q, k, v, until, impl="triton")
@@ -511,8 +485,7 @@ def test_import_without_triton():
             "assert torch.equal(shadow_attn.shadow_attention(x, x, x, until), x)\n"
             "try: shadow_attn.shadow_attention(x, x, x, until, impl='triton')\n"
             "except ValueError as e: print(e)")
-    result = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True,
-                            text=True)
+    result = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
     said = "needs the triton package, which is not installed"
     assert said in result.stdout, result.stderr
 
@@ -548,10 +521,11 @@ def test_smaller_blocks_when_out_of_shared_memory(monkeypatch):
         launch(torch.float32)
 
 
-def test_self_check_command():
+@pytest.mark.skipif(INTERPRET, reason="the kernels are held above")
+@pytest.mark.parametrize("bound, ends", [(1e-5, "ok"), (0, "FAILED")])
+def test_self_check_command(monkeypatch, capsys, bound, ends):
     """Attention of the learner and of a decoding step, against their formulas."""
-    env = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
-    command = [sys.executable, "-m", "experiments.attention"]
-    result = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True)
-    assert result.returncode == 0, result.stdout + result.stderr
-    assert result.stdout.rstrip().endswith("ok")
+    monkeypatch.setattr(experiments.attention, "DECODING", experiments.attention.DECODING[:1])
+    monkeypatch.setitem(experiments.attention.BOUNDS, torch.float32, bound)
+    assert experiments.attention.main() == (ends == "FAILED")
+    assert capsys.readouterr().out.splitlines()[-1].startswith(ends)
