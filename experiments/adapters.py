@@ -52,13 +52,15 @@ def compare(config, n):
     folder = find_checkpoint(config.model)
     tok = Tokenizer(folder)
     problems = problems_of(config, tok, rule=find_reward(config.reward), n_eval=n)
+    caches = dict(compressed=eviction_of(config), dense=Eviction("none"))
     for arm in ARMS:
         net = Transformer.from_pretrained(folder, device=config.device)
         net.use_tokens(len(tok), tok.absent)
         add(net, os.path.join(FOLDER, arm))
-        found = {cache: evaluate(net, tok, problems, config, eviction, n)
-                 for cache, eviction in (("compressed", eviction_of(config)),
-                                         ("dense", Eviction("none")))}
+        found = {}
+        for cache, eviction in caches.items():
+            found[cache] = evaluate(
+                net, tok, problems, config=config, eviction=eviction, n=n)
         rewards = ", ".join(f"{cache} {each['reward']:.3f}"
                             for cache, each in found.items())
         yield (f"{arm}: reward {rewards}; overlap of both policies "
@@ -73,7 +75,8 @@ def main(argv=None):
     parser = Arguments("adapters", "the adapters of naive and smd on the same problems")
     parser.add_argument("--model", default="HuggingFaceTB/SmolLM2-135M-Instruct",
                         help="that model: a folder or a hub name")
-    parser.add_argument("--problems", type=int, default=8, help="held-out, from the first")
+    parser.add_argument("--problems", type=int, default=4,
+                        help="how many held-out problems")
     args = parser.parse_args(argv)
     with one_line_errors(ValueError, OSError):
         settings = train.settings([
