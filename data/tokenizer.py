@@ -364,8 +364,7 @@ def naming(path, name):
     try:
         yield
     # whatever types may stand in a JSON file
-    except (ValueError, KeyError, TypeError, AttributeError, IndexError,
-            RecursionError) as e:
+    except (ValueError, LookupError, TypeError, AttributeError) as e:
         why = " ".join(str(e).split())
         if isinstance(e, KeyError):
             why = f"{why} is missing"
