@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from conftest import ROOT, read_checkpoint, train_here
+from conftest import TINY, copy_of, read_checkpoint, train_here
 from data.tasks import Problems
 from data.tokenizer import Tokenizer
 from experiments import generate as command
@@ -19,11 +19,9 @@ from kvcache import EVICT, Eviction
 from model import Transformer
 from rollout import generate
 from shadow_attn import shadow_attention
-from support.checkpoint import UNFINISHED, write_tensors
 from support.optimizer import Masters
 from support.run import Run, read_list
 
-TINY = os.path.join(ROOT, "data", "tiny")
 REAL = os.environ.get("SMD_REAL_WEIGHTS")
 
 
@@ -148,8 +146,7 @@ def test_a_real_checkpoint_comes_back(tmp_path):
 @pytest.fixture
 def saved(finished, tmp_path):
     """A folder of a run, to be changed."""
-    shutil.copytree(finished[0], tmp_path / "out")
-    return tmp_path / "out"
+    return copy_of(finished[0], tmp_path)
 
 
 def ran_with(saved, **changes):
@@ -162,6 +159,11 @@ def printed(capsys, *args):
     asked = ["--prompt=" + "The code for pin is 4817. " * 5, "--device=cpu", "--max_new_tokens=3"]
     command.main([*asked, *args])
     return capsys.readouterr().out.splitlines()
+
+
+def prompt_length(*args):
+    """Tokens of the prompt, as the last line says."""
+    return int(printed(*args)[-1].split()[0][1:])
 
 
 def test_generate_keeps_what_the_run_kept(saved, capsys):
@@ -180,12 +182,11 @@ def test_generate_keeps_what_the_run_kept(saved, capsys):
 def test_generate_takes_the_runs_template(saved, capsys):
     (saved / "model" / "chat_template.jinja").write_text(
         "{{ messages[0].content }}{% if not short %} code code{% endif %}")
-    before = printed(capsys, f"--model={saved / 'model'}")
+    model = f"--model={saved / 'model'}"
+    before = prompt_length(capsys, model)
     ran_with(saved, template='{"short": true}')
-    after = printed(capsys, f"--model={saved / 'model'}")
-    assert "--template" in after[0] and "--template" not in before[0]
-    tokens = [int(lines[-1].split()[0][1:]) for lines in (before, after)]
-    assert tokens[0] == tokens[1] + 2
+    assert prompt_length(capsys, model) == before - 2
+    assert "--template" in printed(capsys, model)[0]
 
 
 def test_generate_says_that_examples_are_missing(saved, capsys):
@@ -204,7 +205,7 @@ def test_generate_says_that_examples_are_missing(saved, capsys):
 def test_generate_takes_text_as_it_stands(saved, capsys):
     """If asked to, or if the run did: "\\nAnswer:" is left out."""
     def tokens(*args):
-        return int(printed(capsys, f"--model={saved / 'model'}", *args)[-1].split()[0][1:])
+        return prompt_length(capsys, f"--model={saved / 'model'}", *args)
 
     whole, raw = tokens(), tokens("--raw_text=True")
     ran_with(saved, raw_text=True)
@@ -257,19 +258,3 @@ def test_generate_refuses_a_run_of_other_settings(saved, change, says):
     ran_with(saved, **change)
     with pytest.raises(SystemExit, match=f"^error: [^\n]*{says}"):
         command.main(["--prompt=x", f"--model={saved / 'model'}", "--device=cpu"])
-
-
-def test_what_a_killed_write_leaves_is_cleared(tmp_path, monkeypatch):
-    """A file under a temporary name, by the next one."""
-    path = tmp_path / "model.safetensors"
-
-    def killed(*_, **__):
-        raise KeyboardInterrupt
-
-    with monkeypatch.context() as m:
-        m.setattr(os, "replace", killed)
-        with pytest.raises(KeyboardInterrupt):
-            write_tensors(path.as_posix(), dict(a=torch.ones(2)))
-    assert os.listdir(tmp_path) == [f"model.safetensors{UNFINISHED}"]  # the control
-    write_tensors(path.as_posix(), dict(a=torch.ones(2)))
-    assert os.listdir(tmp_path) == ["model.safetensors"]

@@ -434,16 +434,19 @@ def family(name):
     return raw, int(parameters)
 
 
-@pytest.mark.parametrize("name", FAMILIES)
-def test_families_have_as_many_parameters_as_they_say(name):
-    raw, parameters = family(name)
+def test_families_have_as_many_parameters_as_they_say():
+    for name in FAMILIES:
+        raw, parameters = family(name)
+        assert count(raw) == parameters, name
+    raw |= dict(tie_word_embeddings=not raw["tie_word_embeddings"])
+    assert count(raw) != parameters  # the control
+
+
+def count(raw):
+    """Parameters of the model that config.json describes."""
     with torch.device("meta"):
         net = Transformer(Config.from_dict(raw))
-    assert sum(p.numel() for p in net.parameters()) == parameters
-    with torch.device("meta"):  # the control
-        other = Transformer(Config.from_dict(
-            raw | dict(tie_word_embeddings=not raw["tie_word_embeddings"])))
-    assert sum(p.numel() for p in other.parameters()) != parameters
+    return sum(p.numel() for p in net.parameters())
 
 
 UNREAD = ("smollm3 olmo2 gemma3_text phi3 granite granitemoehybrid qwen3_moe qwen3_5 qwen3_next "
@@ -646,24 +649,16 @@ def test_weights_that_are_not_finite_are_refused(tmp_path):
     Transformer.from_pretrained(tmp_path)
 
 
-def test_saved_files_honour_the_umask_and_appear_whole(tmp_path):
+def test_saved_files_appear_whole(tmp_path):
+    """On a disk that is full when config.json is written, then when the weights are."""
     make(tmp_path, "llama")
     model = Transformer.from_pretrained(tmp_path)
-    for umask in (0o022, 0o077, 0o002):
-        before = os.umask(umask)
-        try:
-            model.save_pretrained(tmp_path / "a")
-        finally:
-            os.umask(before)
-        for name in ("model.safetensors", "config.json"):
-            assert (tmp_path / "a" / name).stat().st_mode & 0o777 == 0o666 & ~umask
-    # a disk that is full when config.json is written, then when the weights are
     for name in ("config.json", "model.safetensors"):
-        os.mkdir(tmp_path / "a" / f"{name}{UNFINISHED}")  # cannot be written to
+        os.mkdir(tmp_path / f"{name}{UNFINISHED}")  # cannot be written to
         model.norm.weight.data.fill_(3)
-        whole = (tmp_path / "a" / name).read_bytes()
-        refused(tmp_path / "a", f"could not write .*{name}", OSError, model.save_pretrained)
-        assert (tmp_path / "a" / name).read_bytes() == whole
+        whole = (tmp_path / name).read_bytes()
+        refused(tmp_path, f"could not write .*{name}", OSError, model.save_pretrained)
+        assert (tmp_path / name).read_bytes() == whole
 
 
 @pytest.mark.parametrize("name, key", [
