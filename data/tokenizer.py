@@ -325,7 +325,7 @@ class Library:
 
     def __init__(self, spec):
         spec = dict(spec, truncation=None, padding=None)
-        cuts = json.dumps(spec["pre_tokenizer"])
+        cuts = json.dumps(spec.get("pre_tokenizer"))
         later = cuts.replace('"prepend_scheme": "first"', '"prepend_scheme": "never"')
         self.first = self.later = load(spec)
         if later != cuts:
