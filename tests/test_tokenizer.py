@@ -836,6 +836,16 @@ def test_random_merges_equal_the_tokenizers_library(tmp_path):
     assert counts["Ranks"] > 40 and counts["Library"] > 40 and counts["out_of_reach"] > 35
 
 
+@pytest.mark.parametrize("mark", ("##", "###"))
+def test_an_added_token_of_the_vocabulary_is_not_in_text(tmp_path, mark):
+    """Whichever engine runs where whole pieces are tokens. The control: the library."""
+    ours, theirs = both(tmp_path, spec(["#", "a", mark], (), [dict(id=2, content=mark)],
+                                       ignore_merges=True))
+    assert type(ours.engine).__name__ == "Ranks"
+    assert ours.encode(f"a{mark}") == [1] + [0] * len(mark)
+    assert ours.encode(f"a{mark}", special=True) == theirs.encode(f"a{mark}").ids == [1, 2]
+
+
 def test_ids_without_a_token(tmp_path):
     end = dict(id=3, content="<e>")
     ours, theirs = both(tmp_path, spec({"a": 0, "b": 1, "ab": 6}, ["a b"], [end]))
