@@ -169,6 +169,8 @@ def test_tied_checkpoint_that_carries_a_head(tmp_path, change):
     shared = model.head.data_ptr() == model.embed_tokens.weight.data_ptr()
     assert shared == model.config.tied == (change == 0)
     model.save_pretrained(tmp_path / "b")
+    saved = json.loads((tmp_path / "b" / "config.json").read_text())
+    assert saved["tie_word_embeddings"] == (change == 0)
     with torch.no_grad():
         ours = logits(model, IDS)
         for folder in (tmp_path / "a", tmp_path / "b"):
