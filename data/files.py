@@ -23,7 +23,7 @@ from dataclasses import dataclass, field
 from decimal import Decimal, InvalidOperation
 
 from data.rewards import earns
-from support.jsonfile import once, shown
+from support.jsonfile import KINDS, once, shown
 
 HOLD_OUT = 10              # one of so many problems of a file is held out
 LONGEST_LINE = 2 ** 24     # bytes
@@ -264,8 +264,11 @@ def check_messages(messages, name="messages"):
             raise ValueError(f'has a message {i} that is no {{"role", "content"}}')
         for key, value in turn.items():
             if value is not None and not isinstance(value, FIELDS.get(key, ())):
+                must = f"absent: a message has {', '.join(FIELDS)}"
+                if key in FIELDS:
+                    must = KINDS[FIELDS[key]]
                 raise ValueError(f"has the {shown(key)} {shown(value)} in message {i}, "
-                                 f"must be {allowed(key)}")
+                                 f"must be {must}")
         role = turn["role"]
         if role not in ROLES or (role == "system" and i > 1):
             raise ValueError(f"has the role {shown(role)} in message {i}, must be "
@@ -276,13 +279,6 @@ def check_messages(messages, name="messages"):
                              f"{i}, must be non-empty text")
     if role not in ("user", "tool"):
         raise ValueError("has messages that do not end with the user's")
-
-
-def allowed(key):
-    """What may stand under a message's key."""
-    if key not in FIELDS:
-        return f"absent: a message has {', '.join(FIELDS)}"
-    return {str: "text", list: "a list"}[FIELDS[key]]
 
 
 def plain(value):

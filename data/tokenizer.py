@@ -5,10 +5,11 @@ Text to token ids and back, as tokenizer.json says, and the chat template.
 
 The idea. `tokenizer.json` says how text is normalised and cut into pieces, which pairs of tokens
 merge (in this order), and which texts are tokens of their own (added tokens, such as <|im_end|>).
-Byte-level BPE (GPT-2, Llama 3, Qwen2/2.5/3, SmolLM2) runs in tiktoken: a regex and one table of
-ranks, which this file builds. Any other BPE (Llama 2, Mistral, and byte-level ones whose pieces no
-regex here finds) runs in the tokenizers library, which reads the file by itself. Either engine is
-built without the added tokens, so that no text can become one; this file looks for them.
+The tokenizers library reads and checks it. Byte-level BPE (GPT-2, Llama 3, Qwen2/2.5/3, SmolLM2)
+runs in tiktoken: a regex and one table of ranks, which this file builds. Any other BPE (Llama 2,
+Mistral, and byte-level ones whose pieces no regex here finds) runs in the tokenizers library.
+Either engine is built without the added tokens, so that no text can become one; this file looks
+for them.
 
 What differs from transformers' AutoTokenizer on purpose:
 - text that spells an added token stays text unless special=True, and so does what a message says:
@@ -20,9 +21,7 @@ What differs from transformers' AutoTokenizer on purpose:
 - a token with which the template ends a turn is a stop token, whatever the checkpoint says.
 - a template's strftime_now is always DATE, and it has no random filter: a prompt does not depend on
   the day.
-- added tokens that are marked `normalized` are looked for in normalised text where that is NFC,
-  else as they stand: after Llama 2's normalizer, which puts a space in front, older files of its
-  would find </s> only behind a space.
+- added tokens are looked for in the text as it stands, also those that are marked `normalized`.
 - lone surrogates, on which transformers raises, become U+FFFD; surrogate pairs become their
   character.
 
@@ -74,8 +73,7 @@ LONGEST_SPACE = 2 ** 18
 
 # far above what real checkpoints have, low enough that reading ends soon and in 1 GB
 MOST_IDS = 2 ** 22
-LONGEST_ADDED = 256       # characters of an added token
-MOST_TEXT = 2 ** 25       # characters that a template may write
+MOST_TEXT = 2 ** 25  # characters that a template may write
 
 DATE = datetime.datetime(2024, 7, 26)  # today, for templates: the day Llama 3.2's falls back on
 THOUGHT = ("<think>", "</think>")      # stay in every text: they tell thought and answer apart
@@ -101,98 +99,72 @@ class Tokenizer:
         spec = read_json(file)
         self.notes = []
         with naming(path, "tokenizer.json"):
-            model = entry(spec, "model", dict)
-            check_model(model)
-            vocab = entry(model, "vocab", dict)
-            normal = entry(spec, "normalizer", dict, {})
-            normal = [step["type"] for step in flat(normal, "normalizers")]
-            self.nfc = normal == ["NFC"]
-            self._read_added(entry(spec, "added_tokens", list, []), vocab)
-            check_vocabulary(vocab, self.added)
+            library = load(spec)  # what transformers cannot read is refused here
+            self._read_added(library.get_added_tokens_decoder())
             self.decoder = None  # of the tokenizers library, for what is not byte-level
-            self.engine = self._read_model(spec, model, normal)
+            self.engine = self._read_model(spec, library)
             self.engine("a 1.", first=True)  # does its pattern find empty pieces?
             self.bos_ids = self._read_bos(spec.get("post_processor"))
         config = read_json(os.path.join(path, "tokenizer_config.json"), {})
-        with naming(path, "tokenizer_config.json"):
-            self.named = read_named(config)
+        self.named = read_named(config)
         self.stop_ids = self._read_stop_ids(path)
         self.template = read_template(path, config, os.path.expanduser(template_file))
+        self.has_chat = self.template is not None
         self._stop_at_turns()
 
-    def _read_added(self, tokens, vocab):
-        ids = {}
-        late = set()
-        free = len(vocab)
-        self.hidden = set()  # ids that decode(special=False) leaves out, besides stop tokens
-        for token in tokens:
-            if type(token) is not dict:
-                raise ValueError(f"added_tokens holds {shown(token)}, must be objects")
-            text = entry(token, "content", str)
-            if not 0 < len(text) <= LONGEST_ADDED:
-                raise ValueError(f"added token {shown(text)} has {len(text)} "
-                                 f"characters, must have 1 to {LONGEST_ADDED}")
+    def _read_added(self, tokens):
+        """tokens: id -> AddedToken of the tokenizers library"""
+        self.added = {token.content: i for i, token in tokens.items()}
+        for text, i in self.added.items():
             for option in ("lstrip", "rstrip", "single_word"):
-                if entry(token, option, bool, False):
+                if getattr(tokens[i], option):
                     raise ValueError(f"added token {text!r} has {option}, which is not "
                                      "supported")
-            # tokens marked `normalized` are looked for, normalised, in the normalised text, the
-            # others before normalising
-            if entry(token, "normalized", bool, False) and self.nfc:
-                text = NFC(text)
-                late.add(text)
-            if text in ids:
-                raise ValueError(f"added token {text!r} stands there twice")
-            # the tokenizers library numbers them itself and does not look at the file's id
-            found = ids[text] = check_id(token.get("id"), f"added token {text!r}")
-            expected = vocab.get(token["content"], free)
-            if found != expected:
-                raise ValueError(f"added token {text!r} has id {found}, must have "
-                                 f"{expected}: its id in the vocabulary, or the next "
-                                 "free one")
-            free = max(free, expected + 1)
-            if entry(token, "special", bool, False) and text not in THOUGHT:
-                self.hidden.add(found)
-        self.added = ids
-        self.cut_early = cutter(ids.keys() - late)
-        self.cut_late = cutter(late)
-        self.control = either_of(text for text in ids
+        # ids that decode(special=False) leaves out, besides stop tokens
+        self.hidden = {i for i, token in tokens.items()
+                       if token.special and token.content not in THOUGHT}
+        self.cut = either_of(self.added)
+        self.control = either_of(text for text in self.added
                                  if text not in THOUGHT and text.strip())
 
-    def _read_model(self, spec, model, normal):
+    def _read_model(self, spec, library):
         """-> what encodes: engine(text, first) -> ids. first: with text the given one begins."""
-        pre = entry(spec, "pre_tokenizer", dict, {})
-        steps = flat(pre, "pretokenizers")
-        pattern = read_pattern(steps)
+        bpe = library.model
+        check_model(bpe, spec["model"]["vocab"], self.added)
+        steps = flat(spec.get("pre_tokenizer"), "pretokenizers")
         for step in steps:
             if step["type"] not in CUTS or step.get("behavior") == "Removed":
                 step = json.dumps(step)[:200]
                 raise ValueError(f"pre_tokenizer {step} is not supported")
         byte_level = any(step["type"] == "ByteLevel" for step in steps)
         # no merge may make an added token, even where the vocabulary lists it
-        vocab = {t: i for t, i in model["vocab"].items() if t not in self.added}
-        merges = read_merges(entry(model, "merges", list), model["vocab"])
+        vocab = {t: i for t, i in spec["model"]["vocab"].items() if t not in self.added}
+        merges = [tuple(pair.split(" ") if isinstance(pair, str) else pair)
+                  for pair in spec["model"]["merges"]]
         merges = [pair for pair in merges
                   if not {*pair, "".join(pair)} & self.added.keys()]
-        fallback = entry(model, "byte_fallback", bool, False)
-        absent = absent_bytes(vocab, byte_level, fallback)
-        if absent and entry(model, "unk_token", str, ""):
-            raise ValueError(f"unk_token {shown(model['unk_token'])} in place of "
+        absent = absent_bytes(vocab, byte_level, bpe.byte_fallback)
+        if absent and bpe.unk_token:
+            raise ValueError(f"unk_token {shown(bpe.unk_token)} in place of "
                              f"{len(absent)} absent bytes is not supported")
         self.bytes = {i: spelled_bytes(t, byte_level) for t, i in vocab.items()}
         self.bytes |= {i: t.encode("utf-8", "replace") for t, i in self.added.items()}
         if not self.bytes:
             raise ValueError("vocab is empty")
+        normal = flat(spec.get("normalizer"), "normalizers")
+        normal = [step["type"] for step in normal]
+        self.nfc = normal == ["NFC"]
+        pattern = read_pattern(steps)
         if pattern and normal in ([], ["NFC"]):
-            whole = entry(model, "ignore_merges", bool, False)
-            if (order := rank_tokens(vocab, merges, whole)) is not None:
+            order = rank_tokens(vocab, merges, bpe.ignore_merges)
+            if order is not None:
                 return Ranks(pattern, vocab, order, absent)
         if not byte_level:
-            entry(spec, "decoder", dict)
-            self.decoder = load(spec)
-        model = dict(model, vocab=vocab, merges=merges, unk_token=None)
-        return Library(dict(spec, added_tokens=[], model=model,
-                            pre_tokenizer=pre or None))
+            if library.decoder is None:
+                raise ValueError("decoder is missing")
+            self.decoder = library
+        model = dict(spec["model"], vocab=vocab, merges=merges, unk_token=None)
+        return Library(dict(spec, added_tokens=[], model=model))
 
     def _read_bos(self, post):
         """post_processor -> ids that it puts in front of a text"""
@@ -219,12 +191,11 @@ class Tokenizer:
                                      f"{shown(i)} is not in tokenizer.json: must be "
                                      "the id of a token, or a list")
             stops.update(ids)
-        eos = self.named.get("eos_token")
-        if eos:
-            with naming(path, "tokenizer_config.json"):
-                if eos not in self.added:
-                    raise ValueError(f"eos_token {shown(eos)} is not in "
-                                     "tokenizer.json's added_tokens")
+        if eos := self.named.get("eos_token"):
+            if eos not in self.added:
+                file = os.path.join(path, "tokenizer_config.json")
+                raise ValueError(f"{file}: eos_token {shown(eos)} is not in "
+                                 "tokenizer.json's added_tokens")
             stops.add(self.added[eos])
         return tuple(sorted(stops))
 
@@ -239,15 +210,12 @@ class Tokenizer:
         except ValueError:  # no template, or one that wants other messages
             return
         _, found, after = self.decode(ids).rpartition(said)
-        rest = self.cut_early(after.lstrip())
-        if not found or not rest or rest[0] not in self.added:
-            return
-        end = self.added[rest[0]]
-        if end not in self.stop_ids:
-            self.notes.append(f"the chat template ends turns with {rest[0]!r}, which "
+        end = self.cut.match(after.lstrip())
+        if found and end and self.added[end[0]] not in self.stop_ids:
+            self.notes.append(f"the chat template ends turns with {end[0]!r}, which "
                               "the checkpoint does not call a stop token: here it is "
                               "one")
-            self.stop_ids = tuple(sorted({*self.stop_ids, end}))
+            self.stop_ids = tuple(sorted({*self.stop_ids, self.added[end[0]]}))
 
     def __len__(self):
         return max(self.bytes) + 1
@@ -264,22 +232,18 @@ class Tokenizer:
             text.encode()
         except UnicodeEncodeError:
             text = text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
-        added = self.added if special else {}
         ids = []
         first = True
-        for part in self.cut_early(text) if special else [text]:
-            # part by part, or a combining mark behind <|im_end|> would compose with its ">" and
-            # undo the token
-            if self.nfc and part not in added:
-                part = NFC(part)
-            for piece in self.cut_late(part) if special else [part]:
-                if piece in added:
-                    ids.append(added[piece])
-                else:
-                    if masked:
-                        piece = NFC(unmasked(piece)) if self.nfc else unmasked(piece)
-                    ids += self.engine(piece, first)
-                first = False
+        for part in self.cut.split(text) if special else [text]:
+            if special and part in self.added:
+                ids.append(self.added[part])
+            elif part:
+                if masked:
+                    part = unmasked(part)
+                # part by part, or a combining mark behind <|im_end|> would compose with its ">"
+                # and undo the token
+                ids += self.engine(NFC(part) if self.nfc else part, first)
+            first = first and not part
         return ids
 
     def spelled(self, text):
@@ -300,10 +264,6 @@ class Tokenizer:
             with no_panic("tokenizers cannot decode these ids"):
                 return self.decoder.decode(ids, skip_special_tokens=False)
         return b"".join(map(self.bytes.get, ids)).decode("utf-8", "replace")
-
-    @property
-    def has_chat(self):
-        return self.template is not None
 
     def chat(self, messages, /, add_generation_prompt=True, **arguments):
         """messages, a list of {"role", "content"} -> ids of the rendered chat template.
@@ -365,7 +325,7 @@ class Library:
 
     def __init__(self, spec):
         spec = dict(spec, truncation=None, padding=None)
-        cuts = json.dumps(spec["pre_tokenizer"])
+        cuts = json.dumps(spec.get("pre_tokenizer"))
         later = cuts.replace('"prepend_scheme": "first"', '"prepend_scheme": "never"')
         self.first = self.later = load(spec)
         if later != cuts:
@@ -404,56 +364,31 @@ def naming(path, name):
     try:
         yield
     # whatever types may stand in a JSON file
-    except (ValueError, KeyError, TypeError, AttributeError, IndexError,
-            RecursionError) as e:
+    except (ValueError, LookupError, TypeError, AttributeError) as e:
         why = " ".join(str(e).split())
         if isinstance(e, KeyError):
             why = f"{why} is missing"
         raise ValueError(f"{os.path.join(path, name)}: {why[:500]}") from None
 
 
-def check_id(value, what):
-    if type(value) is not int or not 0 <= value < MOST_IDS:
-        raise ValueError(f"{what} has id {shown(value)}, must be a whole number from 0 "
-                         f"to {MOST_IDS - 1:,}")
-    return value
+# ---- the parts of tokenizer.json ----
 
-
-def check_vocabulary(vocab, added):
-    """Every id is one, and belongs to one token. added: text -> id of the added tokens, which are
-    different."""
-    owner = {i: text for text, i in added.items()}
-    for text, i in vocab.items():
-        check_id(i, f"vocabulary entry {text!r}"[:100])
+def check_model(model, vocab, added):
+    """Raise ValueError for a model that is not run here, and unless each id is of one token. added:
+    text -> id"""
+    if not isinstance(model, tokenizers.models.BPE):
+        raise ValueError(f"model type {type(model).__name__} is not supported (BPE is)")
+    for option in ("dropout", "continuing_subword_prefix", "end_of_word_suffix"):
+        if value := getattr(model, option):
+            raise ValueError(f"BPE option {option}={shown(value)} is not supported")
+    owner = {}
+    for text, i in (*added.items(), *vocab.items()):
+        if i >= MOST_IDS:
+            raise ValueError(f"token {shown(text)} has id {i}, must be below "
+                             f"{MOST_IDS:,}")
         if owner.setdefault(i, text) != text:
             both = f"{shown(owner[i])} and {shown(text)}"
             raise ValueError(f"tokens {both} both have id {i}")
-
-
-# ---- the parts of tokenizer.json ----
-
-def check_model(model):
-    kind = model.get("type", "BPE")  # GPT-2's older files leave it out
-    if kind != "BPE":
-        raise ValueError(f"model type {shown(kind)} is not supported (BPE is)")
-    for option in ("dropout", "continuing_subword_prefix", "end_of_word_suffix"):
-        if value := model.get(option):
-            raise ValueError(f"BPE option {option}={shown(value)} is not supported")
-
-
-def read_merges(merges, vocab):
-    """["a b", ...] or [["a", "b"], ...] -> list of pairs of tokens"""
-    pairs = []
-    for rank, merge in enumerate(merges):
-        pair = merge.split(" ") if type(merge) is str else merge
-        if type(pair) is not list or [*map(type, pair)] != [str, str]:
-            raise ValueError(f"merge {rank} is {shown(merge)}, must be two tokens")
-        for token in (*pair, "".join(pair)):
-            if token not in vocab:
-                token = shown(token)
-                raise ValueError(f"the vocabulary lacks token {token} of merge {rank}")
-        pairs.append(tuple(pair))
-    return pairs
 
 
 def absent_bytes(vocab, byte_level, fallback):
@@ -527,7 +462,7 @@ def flat(step, key):
     """A step of tokenizer.json, a Sequence of steps or nothing -> list of steps."""
     if not step:
         return []
-    return entry(step, key, list) if step["type"] == "Sequence" else [step]
+    return step[key] if step["type"] == "Sequence" else [step]
 
 
 def read_named(config):
@@ -536,8 +471,6 @@ def read_named(config):
     for key, value in config.items():
         if isinstance(value, dict):
             value = value.get("content")
-        if key in ("bos_token", "eos_token") and not isinstance(value, str | None):
-            raise ValueError(f"{key} is {shown(value)}, must be text")
         # add_bos_token is a switch
         if key.endswith("_token") and value and isinstance(value, str):
             named[key] = value
@@ -828,14 +761,6 @@ def either_of(tokens):
     """A pattern that finds the leftmost, then longest, of `tokens`."""
     longest_first = map(re.escape, sorted(tokens, key=len, reverse=True))
     return re.compile(f"({'|'.join(longest_first) or '(?!)'})")
-
-
-def cutter(tokens):
-    """A function that cuts text at `tokens`: -> the non-empty parts, tokens among them."""
-    pattern = either_of(tokens)
-    if not tokens:
-        return lambda text: [text]
-    return lambda text: [part for part in pattern.split(text) if part]
 
 
 def cut_space(text):

@@ -21,23 +21,20 @@ ARCHITECTURES = {
     "mistral": dict(
         name="MistralForCausalLM", qkv_bias=False, o_bias=False, qk_norm=False),
 }
-REQUIRED = """hidden_size intermediate_size num_hidden_layers num_attention_heads
-    vocab_size max_position_embeddings rms_norm_eps""".split()
 # keys of config.json that change what is computed, in families that are not read here (Granite,
-# Gemma, SmolLM3, MiniCPM, GPT-NeoX, mixtures of experts): one that is not off is refused, whatever
-# its family; but for those that are read below
+# Gemma, SmolLM3, MiniCPM, GPT-NeoX, mixtures of experts), quantised weights, code of a model's own:
+# one that is not off is refused, whatever its family; but for those that are read below
 CHANGES = re.compile(
     "multiplier|scal|soft_?cap|no_?rope|interleav|clip|window|chunk|expert|mrope|mup|"
     "qk_|query_|temperature_tuning|local_|global_|bidirect|alibi|non_causal|rotary|"
     "rope_(pct|ratio)|output_gate|parallel_(residual|attn|block)|zero_centered|"
     "post_norm|kv_shared|head_bias|k_eq_v|compression|pruned|encoder_decoder|"
-    "cross_attention|sink")
-READ = """rope_scaling sliding_window use_sliding_window max_window_layers
-    partial_rotary_factor""".split()
+    "cross_attention|sink|quantization_config|auto_map")
+READ = "rope_scaling sliding_window max_window_layers partial_rotary_factor".split()
 # keys that say what is computed here too, with the values that say so
 SAME_HERE = dict(
+    hidden_act=("silu",), hidden_activation=("silu",), activation_function=("silu",),
     is_causal=(True,), use_rope=(True,), position_embedding_type=("rope", "rotary"),
-    hidden_activation=("silu",), activation_function=("silu",),
     norm_type=("rmsnorm", "rms_norm", "RMSNorm"))
 LLAMA3 = """factor low_freq_factor high_freq_factor
     original_max_position_embeddings""".split()
@@ -105,9 +102,8 @@ class Config:
 
     def check(self):
         """Raises ValueError for sizes that do not go together."""
-        if self.head_size == 0 or self.head_size % 2:
-            raise ValueError(
-                f"head_dim must be even and positive, got {self.head_size}")
+        if self.head_size % 2:
+            raise ValueError(f"head_dim must be even, got {self.head_size}")
         if self.n_head * self.head_size >= LARGEST:
             raise ValueError(f"num_attention_heads {self.n_head} x head_dim "
                              f"{self.head_size} is more than any model has")
@@ -154,23 +150,27 @@ def number(raw, key):
 
 
 def refuse_unsupported(raw):
-    """Raises ValueError, naming what in config.json would be computed wrongly or is missing."""
+    """Raises ValueError, naming what in config.json would be computed wrongly: another model on top
+    of these layers, and keys by which others compute something else."""
     arch = entry(raw, "model_type", str)
     if arch not in ARCHITECTURES:
         raise ValueError(f"unknown architecture model_type={shown(arch)}: this code "
                          f"reads {', '.join(ARCHITECTURES)}")
-    missing = [key for key in REQUIRED if key not in raw]
-    if missing:
-        raise ValueError(f"config.json lacks {', '.join(missing)}")
-    refuse_changes(raw, ARCHITECTURES[arch]["name"])
+    name = ARCHITECTURES[arch]["name"]
+    for found in entry(raw, "architectures", list, []):
+        if found != name:
+            raise ValueError(
+                f"architectures: {shown(found)} is not supported ({name} is)")
+    for key, known in SAME_HERE.items():
+        if raw.get(key) is not None and raw[key] not in known:
+            raise ValueError(
+                f"{key}={shown(raw[key])} is not supported ({shown(known[0])} is)")
+    for key, value in raw.items():
+        one = value == 1 and value is not True and not key.startswith("use_")
+        if CHANGES.search(key) and key not in READ and value and not one:
+            raise ValueError(f"{key[:100]}={shown(value)} is not supported")
     # Qwen2 writes a width that use_sliding_window switches on; Mistral's counts, and has a default
     window = raw.get("sliding_window", 4096) if arch == "mistral" else None
-    if entry(raw, "hidden_act", str, "silu") != "silu":
-        raise ValueError(
-            f"hidden_act={shown(raw['hidden_act'])} is not supported (silu is)")
-    if entry(raw, "use_sliding_window", bool, False):
-        raise ValueError(
-            "sliding-window attention (use_sliding_window) is not supported")
     if window is not None:
         raise ValueError(f"sliding-window attention (sliding_window={shown(window)}) "
                          "is not supported: null is")
@@ -183,27 +183,6 @@ def refuse_unsupported(raw):
         if kind != "full_attention":
             raise ValueError(
                 f"layer_types: {shown(kind)} is not supported (full_attention is)")
-    if raw.get("quantization_config"):
-        raise ValueError("quantised weights (quantization_config) are not supported")
-
-
-def refuse_changes(raw, name):
-    """Raises ValueError for another model on top of these layers, for code of its own, and for keys
-    by which others compute something else."""
-    for found in entry(raw, "architectures", list, []):
-        if found != name:
-            raise ValueError(
-                f"architectures: {shown(found)} is not supported ({name} is)")
-    if raw.get("auto_map"):
-        raise ValueError("auto_map: a model with code of its own is not supported")
-    for key, known in SAME_HERE.items():
-        if raw.get(key) is not None and raw[key] not in known:
-            raise ValueError(
-                f"{key}={shown(raw[key])} is not supported ({shown(known[0])} is)")
-    for key, value in raw.items():
-        off = not value or value == 1 and value is not True
-        if CHANGES.search(key) and key not in READ and not off:
-            raise ValueError(f"{key[:100]}={shown(value)} is not supported")
 
 
 def read_rope(raw):
@@ -233,9 +212,6 @@ def read_rope(raw):
     read = dict(rope_type=kind, rope_theta=number(dict(rope_theta=theta), "rope_theta"))
     if kind == "default":
         return read
-    missing = [key for key in LLAMA3 if key not in rope]
-    if missing:
-        raise ValueError(f"rope_type llama3 needs {', '.join(missing)}")
     read.update({key: number(rope, key) for key in LLAMA3})
     if read["low_freq_factor"] >= read["high_freq_factor"]:
         raise ValueError(f"low_freq_factor {read['low_freq_factor']:g} must be below "

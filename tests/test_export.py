@@ -1,17 +1,15 @@
 """What a run leaves, out/model and out/best: transformers reads it and computes the same, and
-experiments/generate.py keeps what the run kept. With SMD_REAL_WEIGHTS=folder holding smollm2/, a
-real checkpoint in bfloat16 too."""
+experiments/generate.py keeps what the run kept."""
 import json
 import os
 import shutil
-from types import SimpleNamespace
 
 import pytest
 import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from conftest import ROOT, read_checkpoint, train_here
+from conftest import TINY, copy_of, read_checkpoint, train_here
 from data.tasks import Problems
 from data.tokenizer import Tokenizer
 from experiments import generate as command
@@ -19,12 +17,7 @@ from kvcache import EVICT, Eviction
 from model import Transformer
 from rollout import generate
 from shadow_attn import shadow_attention
-from support.checkpoint import UNFINISHED, write_tensors
-from support.optimizer import Masters
-from support.run import Run, read_list
-
-TINY = os.path.join(ROOT, "data", "tiny")
-REAL = os.environ.get("SMD_REAL_WEIGHTS")
+from support.run import read_list
 
 
 @torch.no_grad()
@@ -111,45 +104,12 @@ def test_16_bits_are_written_as_they_were_sampled(dtype, tmp_path):
     assert hf.dtype == dtype
 
 
-@pytest.mark.skipif(not REAL, reason="SMD_REAL_WEIGHTS names no folder")
-def test_a_real_checkpoint_comes_back(tmp_path):
-    """SmolLM2 in bfloat16, one optimizer step away from what was loaded: type, tie, chat template
-    and generation_config are kept; logits are equal in fp32. The control: before the step."""
-    source, out = os.path.join(REAL, "smollm2"), str(tmp_path / "out")
-    tok = Tokenizer(source)
-    ids = tok.chat([{"role": "user", "content": "Name three rivers."}])
-    model = Transformer.from_pretrained(source, dtype=torch.bfloat16)
-    c = SimpleNamespace(out_dir=out, resume=False, overwrite=False, steps=1, lr=1e-4, beta2=0.95,
-                        weight_decay=0.0)
-    opt = Masters(model, c)
-    for master in opt.masters:
-        master.grad = torch.full_like(master, 1e-3)
-    opt.step(1e-3, 1e9)
-    Run(c, set(), inputs=dict(model=source)).write_model("model", model, reward=0.0)
-    folder = os.path.join(out, "model")
-    with open(os.path.join(folder, "model.safetensors"), "rb") as f:
-        head = f.read(100_000)
-    assert b"lm_head" not in head and b'"BF16"' in head and b'"F32"' not in head
-    hf = AutoModelForCausalLM.from_pretrained(folder)
-    assert hf.dtype == torch.bfloat16 and hf.lm_head.weight is hf.model.embed_tokens.weight
-    assert hf.generation_config.eos_token_id in tok.stop_ids
-    assert AutoTokenizer.from_pretrained(folder).apply_chat_template(
-        [{"role": "user", "content": "Name three rivers."}], add_generation_prompt=True,
-        return_dict=False) == ids
-    ours = our_logits(model.float(), ids)
-    gap = (their_logits(folder, ids) - ours).abs().max()
-    print(f"largest logit difference {gap:.1e} of {ours.abs().max():.0f}")
-    assert gap <= 2e-4  # either fp32 forward is up to 8e-5 away from an fp64 one
-    assert (their_logits(source, ids) - ours).abs().max() > 1e-1
-
-
 # generating from them
 
 @pytest.fixture
 def saved(finished, tmp_path):
     """A folder of a run, to be changed."""
-    shutil.copytree(finished[0], tmp_path / "out")
-    return tmp_path / "out"
+    return copy_of(finished[0], tmp_path)
 
 
 def ran_with(saved, **changes):
@@ -162,6 +122,11 @@ def printed(capsys, *args):
     asked = ["--prompt=" + "The code for pin is 4817. " * 5, "--device=cpu", "--max_new_tokens=3"]
     command.main([*asked, *args])
     return capsys.readouterr().out.splitlines()
+
+
+def prompt_length(*args):
+    """Tokens of the prompt, as the last line says."""
+    return int(printed(*args)[-1].split()[0][1:])
 
 
 def test_generate_keeps_what_the_run_kept(saved, capsys):
@@ -180,12 +145,11 @@ def test_generate_keeps_what_the_run_kept(saved, capsys):
 def test_generate_takes_the_runs_template(saved, capsys):
     (saved / "model" / "chat_template.jinja").write_text(
         "{{ messages[0].content }}{% if not short %} code code{% endif %}")
-    before = printed(capsys, f"--model={saved / 'model'}")
+    model = f"--model={saved / 'model'}"
+    before = prompt_length(capsys, model)
     ran_with(saved, template='{"short": true}')
-    after = printed(capsys, f"--model={saved / 'model'}")
-    assert "--template" in after[0] and "--template" not in before[0]
-    tokens = [int(lines[-1].split()[0][1:]) for lines in (before, after)]
-    assert tokens[0] == tokens[1] + 2
+    assert prompt_length(capsys, model) == before - 2
+    assert "--template" in printed(capsys, model)[0]
 
 
 def test_generate_says_that_examples_are_missing(saved, capsys):
@@ -204,7 +168,7 @@ def test_generate_says_that_examples_are_missing(saved, capsys):
 def test_generate_takes_text_as_it_stands(saved, capsys):
     """If asked to, or if the run did: "\\nAnswer:" is left out."""
     def tokens(*args):
-        return int(printed(capsys, f"--model={saved / 'model'}", *args)[-1].split()[0][1:])
+        return prompt_length(capsys, f"--model={saved / 'model'}", *args)
 
     whole, raw = tokens(), tokens("--raw_text=True")
     ran_with(saved, raw_text=True)
@@ -257,19 +221,3 @@ def test_generate_refuses_a_run_of_other_settings(saved, change, says):
     ran_with(saved, **change)
     with pytest.raises(SystemExit, match=f"^error: [^\n]*{says}"):
         command.main(["--prompt=x", f"--model={saved / 'model'}", "--device=cpu"])
-
-
-def test_what_a_killed_write_leaves_is_cleared(tmp_path, monkeypatch):
-    """A file under a temporary name, by the next one."""
-    path = tmp_path / "model.safetensors"
-
-    def killed(*_, **__):
-        raise KeyboardInterrupt
-
-    with monkeypatch.context() as m:
-        m.setattr(os, "replace", killed)
-        with pytest.raises(KeyboardInterrupt):
-            write_tensors(path.as_posix(), dict(a=torch.ones(2)))
-    assert os.listdir(tmp_path) == [f"model.safetensors{UNFINISHED}"]  # the control
-    write_tensors(path.as_posix(), dict(a=torch.ones(2)))
-    assert os.listdir(tmp_path) == ["model.safetensors"]

@@ -1,19 +1,17 @@
 """data/files.py and data.tasks.Problems: held-out files, GSM8K's folder, chats, examples, raw text,
 and what each refuses."""
 import json
-import os
 import shutil
 from types import SimpleNamespace
 
 import pytest
 
 import train
-from conftest import ROOT, read_log, train_here
+from conftest import TINY, read_log, train_here
 from data.files import check_files, files_of, key, read_problems
 from data.tasks import Problems, prompt_encoder, reward
 from data.tokenizer import Tokenizer
 
-TINY = os.path.join(ROOT, "data", "tiny")
 CHAT = ("{% for m in messages %}[{{ m.role }}] {{ m.content }}\n{% endfor %}"
         "{% if add_generation_prompt %}[assistant] {% endif %}")
 
@@ -238,36 +236,34 @@ def difficulty(problems):
 def test_what_is_held_out_is_drawn_from_the_whole_file(tmp_path, plain):
     """Of a sorted or periodic file too, and the first of them are no other kind than the rest; so
     of a file of its own. The order of the lines does not matter."""
-    rows = sums(0, 400)
-    task = made(write(tmp_path / "a.jsonl", rows), plain, n_eval=30)
+    rows = sums(0, 200)
+    task = made(write(tmp_path / "a.jsonl", rows), plain, n_eval=15)
     held = task.file["eval"]
-    assert len(held) == 40 and task.n_eval == 30
+    assert len(held) == 20 and task.n_eval == 15
     assert not {*texts(task, "train")} & {*texts(task, "eval")}
-    assert 150 < difficulty(held) < 250
-    assert 150 < difficulty(task.get("eval", range(30))[0]) < 250
-    assert 13 < sum(int(p.text.split()[0]) % 2 for p in held) < 27
+    assert 70 < difficulty(held) < 130
+    assert 70 < difficulty(task.get("eval", range(15))[0]) < 130
+    assert 6 < sum(int(p.text.split()[0]) % 2 for p in held) < 14
     turned = made(write(tmp_path / "b.jsonl", rows[::-1]), plain)
     assert texts(turned, "eval") == texts(task, "eval")
-    own = made(write(tmp_path / "c.jsonl", sums(400, 420)), plain, n_eval=30,
+    own = made(write(tmp_path / "c.jsonl", sums(400, 420)), plain, n_eval=15,
                eval_task=write(tmp_path / "a.jsonl", rows))
-    assert 150 < difficulty(own.get("eval", range(30))[0]) < 250
+    assert 70 < difficulty(own.get("eval", range(15))[0]) < 130
     # one more problem: at most one changes sides
-    more = made(write(tmp_path / "d.jsonl", sums(0, 401)), plain)
+    more = made(write(tmp_path / "d.jsonl", sums(0, 201)), plain)
     assert len({*texts(more, "eval")} ^ {*texts(task, "eval")}) <= 2
     # control: every tenth line of a periodic file, and the first lines of a sorted one
     problems = read_problems(write(tmp_path / "a.jsonl", rows))
     assert {int(p.text.split()[0]) % 2 for p in problems[::10]} == {0}
-    assert difficulty(problems[::10][:20]) < 100
+    assert difficulty(problems[::10][:10]) < 50
 
 
 def test_later_held_out_problems_are_others(tmp_path, plain):
     """eval_first counts in the same order."""
     path = write(tmp_path / "a.jsonl", sums(0, 200))
-    first, later = made(path, plain, n_eval=10), made(path, plain, n_eval=10,
-                                                      eval_first=10)
+    first, later = (made(path, plain, n_eval=10, eval_first=i) for i in (0, 10))
     got = [[p.text for p in x.get("eval", range(10))[0]] for x in (first, later)]
-    assert got[0] + got[1] == texts(first,
-                                    "eval")[:20] and not set(got[0]) & set(got[1])
+    assert got[0] + got[1] == texts(first, "eval")[:20] and not {*got[0]} & {*got[1]}
 
 
 def test_the_folder_of_gsm8k(tmp_path, plain, monkeypatch):
@@ -461,32 +457,30 @@ def test_settings_that_do_not_go_together():
 
 # runs
 
-def test_files_are_part_of_a_run(tmp_path):
+@pytest.mark.parametrize("held_out, args", [
+    ("test", ["--task=gsm8k:{}"]), ("own", ["--task={}/train.jsonl", "--eval_task={}/own.jsonl"])])
+def test_files_are_part_of_a_run(tmp_path, held_out, args):
     """Held-out files and both of GSM8K are: changed, refused; moved, not."""
     for name in ("a", "b"):
         (tmp_path / name).mkdir()
         write(tmp_path / name / "train.jsonl", sums(0, 12))
         write(tmp_path / name / "test.jsonl", sums(20, 24))
         write(tmp_path / name / "own.jsonl", sums(30, 34))
-    for args in (["--task=gsm8k:{}"],
-                 ["--task={}/train.jsonl", "--eval_task={}/own.jsonl"]):
-        out = tmp_path / f"out{len(args)}"
 
-        def go(folder, steps, *more, args=args, out=out):
-            named = [arg.format(tmp_path / folder) for arg in args]
-            train_here(*named, f"--steps={steps}", "--eval_every=9",
-                       f"--out_dir={out}", *more)
+    def go(folder, *more):
+        named = [arg.format(tmp_path / folder) for arg in args]
+        train_here(*named, "--steps=1", "--eval_every=9", f"--out_dir={tmp_path / 'out'}", *more)
 
-        go("a", 1)
-        held_out = tmp_path / "b" / ("test.jsonl" if len(args) == 1 else "own.jsonl")
-        whole = held_out.read_text()
-        held_out.write_text(whole.replace("31", "32").replace("21", "22"))
-        setting = ["task", "eval_task"][len(args) - 1]
-        with ends(f"resume: {setting} .* has other contents now"):
-            go("b", 2, "--resume=True")
-        held_out.write_text(whole)
-        go("b", 2, "--resume=True")
-        assert len(read_log(out)[1]) == 2 and read_log(out)[0][0]["problems"] == 4
+    go("a")
+    file = tmp_path / "b" / f"{held_out}.jsonl"
+    whole = file.read_text()
+    file.write_text(whole.replace("31", "32").replace("21", "22"))
+    setting = args[-1].split("=")[0].removeprefix("--")
+    with ends(f"resume: {setting} .* has other contents now"):
+        go("b", "--resume=True")
+    file.write_text(whole)
+    go("b", "--resume=True")
+    assert read_log(tmp_path / "out")[0][0]["problems"] == 4
     with ends("eval_task .* is where this run would save its own"):
-        train_here(f"--task={tmp_path}/a/train.jsonl", f"--eval_task={out}/log.jsonl",
-                   "--overwrite=True", f"--out_dir={out}")
+        train_here(f"--task={tmp_path}/a/train.jsonl", f"--eval_task={tmp_path}/out/log.jsonl",
+                   "--overwrite=True", f"--out_dir={tmp_path}/out")

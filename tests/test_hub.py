@@ -5,8 +5,6 @@ as huggingface_hub expects, from a folder per repository, and can be told to bre
 import hashlib
 import json
 import os
-import subprocess
-import sys
 import threading
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from urllib.parse import urlsplit
@@ -17,7 +15,7 @@ import torch
 from huggingface_hub import constants, errors
 from safetensors.torch import load_file, save_file
 
-from conftest import ROOT, toy
+from conftest import toy
 from data.pretrain import write_json
 from data.tokenizer import Tokenizer
 from model import Transformer, find_checkpoint
@@ -236,15 +234,3 @@ def test_other_weights_are_refused(hub, tmp_path):
     assert "\n" not in str(e.value)
     assert files(hub).keys() == WANTED - {"model-0.safetensors", "model-1.safetensors",
                                           "model.safetensors.index.json"}
-
-
-def test_the_environment_says_where_the_hub_is(hub, tmp_path):
-    """In a process of its own, as a user would: HF_ENDPOINT and HF_HOME."""
-    serve(hub, tmp_path / "served")
-    env = {**os.environ, "HF_ENDPOINT": hub.url, "HF_HOME": str(tmp_path / "home"),
-           "HF_HUB_OFFLINE": "0", "HF_HUB_DISABLE_XET": "1"}
-    env.pop("HF_HUB_CACHE", None)
-    command = [sys.executable, "-m", "data.tokenizer", "a/model", "coin"]
-    p = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True)
-    assert p.returncode == 0 and "'coin'" in p.stdout, p.stderr
-    assert (tmp_path / "home" / "hub" / "models--a--model").is_dir()

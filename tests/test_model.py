@@ -7,6 +7,7 @@ import json
 import math
 import os
 import shutil
+from functools import partial
 
 import pytest
 import torch
@@ -14,7 +15,7 @@ import torch.nn.functional as F
 
 import model as model_file
 from fast import residual
-from model import Config, RMSNorm, Transformer, find_checkpoint, rope_frequencies, rotate_one
+from model import Config, RMSNorm, Transformer, find_checkpoint
 from support.checkpoint import UNFINISHED
 
 transformers = pytest.importorskip("transformers")
@@ -34,7 +35,6 @@ MODELS = {
     "llama": (transformers.LlamaConfig, dict(rms_norm_eps=1e-5)),
     "llama-mha": (transformers.LlamaConfig, dict(num_key_value_heads=4)),
     "llama-bias": (transformers.LlamaConfig, dict(attention_bias=True, mlp_bias=True)),
-    "llama-head32": (transformers.LlamaConfig, dict(head_dim=32)),
     "llama3": (transformers.LlamaConfig, dict(rope_parameters=LLAMA3)),
     "qwen2": (
         transformers.Qwen2Config, dict(rope_parameters=dict(rope_type="default", rope_theta=1e6))),
@@ -100,9 +100,13 @@ def older_layout(raw):
     old_layout(raw)
     if raw["rope_scaling"]:
         raw["rope_scaling"]["type"] = raw["rope_scaling"].pop("rope_type")
-    for key in ("attention_bias", "mlp_bias", "tie_word_embeddings", "layer_types", "hidden_act"):
-        if not raw.get(key) or key in ("layer_types", "hidden_act"):
+    for key in ("attention_bias", "mlp_bias", "tie_word_embeddings"):
+        if not raw.get(key):
             raw.pop(key, None)
+    for key in ("layer_types", "hidden_act"):
+        raw.pop(key, None)
+    if raw.get("head_dim") == 12:  # width / heads
+        raw.pop("head_dim")
 
 
 def loaded(folder, dtype=torch.float32):
@@ -115,7 +119,7 @@ IDS = torch.randint(0, 101, (N,), generator=torch.Generator().manual_seed(1))
 
 @pytest.mark.parametrize("tied", (False, True), ids=("untied", "tied"))
 @pytest.mark.parametrize("name", MODELS)
-def test_logits_equal_transformers_in_every_layout(tmp_path, name, tied):
+def test_logits_and_gradients_equal_transformers_in_every_layout(tmp_path, name, tied):
     hf = make(tmp_path / "new", name, tied)
     make(tmp_path / "shards", name, tied, max_shard_size="20KB")
     assert len(list((tmp_path / "shards").glob("*.safetensors"))) > 3
@@ -140,13 +144,6 @@ def test_logits_equal_transformers_in_every_layout(tmp_path, name, tied):
         assert (hf_logits(again, IDS) - ref).abs().max() <= 1e-4
         ours = Transformer.from_pretrained(tmp_path / "saved")
         assert torch.equal(logits(ours, IDS), logits(model, IDS))
-
-
-@pytest.mark.parametrize("name", ("llama3", "qwen2", "qwen3"))
-@pytest.mark.parametrize("tied", (False, True), ids=("untied", "tied"))
-def test_gradients_equal_transformers(tmp_path, name, tied):
-    hf = make(tmp_path, name, tied)
-    model = Transformer.from_pretrained(tmp_path)
     F.cross_entropy(logits(model, IDS[:-1]), IDS[1:]).backward()
     F.cross_entropy(hf_logits(hf, IDS[:-1]), IDS[1:]).backward()
     theirs = {k.removeprefix("model."): p.grad for k, p in hf.named_parameters()}
@@ -154,21 +151,8 @@ def test_gradients_equal_transformers(tmp_path, name, tied):
         p.data = p.grad
     ours = model.tensors()  # the gradients, by the names of the checkpoint
     assert ours.keys() == theirs.keys() and ("lm_head.weight" in ours) == (not tied)
-    worst = max(((ours[k] - theirs[k]).norm() / theirs[k].norm()).item() for k in ours)
-    print(f"{name}: largest relative gradient difference {worst:.1e}")
-    assert worst <= 1e-4
-
-
-def test_absent_head_dim_is_width_over_heads(tmp_path):
-    hf = make(tmp_path, "llama")
-    edit(tmp_path, lambda raw: raw.pop("head_dim"))
-    assert Transformer.from_pretrained(tmp_path).config.head_size == 12
-    gap = logits(Transformer.from_pretrained(tmp_path), IDS) - hf_logits(hf, IDS)
-    assert gap.abs().max() <= 1e-4
-    raw = json.loads((tmp_path / "config.json").read_text())
-    # Qwen3's default does not depend on the width
-    raw |= dict(model_type="qwen3", architectures=["Qwen3ForCausalLM"])
-    assert Config.from_dict(raw).head_size == 128
+    for key, grad in theirs.items():
+        assert (ours[key] - grad).norm() <= 1e-4 * grad.norm(), key
 
 
 @pytest.mark.parametrize("change", (0.0, 1e-3), ids=("equal head", "another head"))
@@ -185,6 +169,8 @@ def test_tied_checkpoint_that_carries_a_head(tmp_path, change):
     shared = model.head.data_ptr() == model.embed_tokens.weight.data_ptr()
     assert shared == model.config.tied == (change == 0)
     model.save_pretrained(tmp_path / "b")
+    saved = json.loads((tmp_path / "b" / "config.json").read_text())
+    assert saved["tie_word_embeddings"] == (change == 0)
     with torch.no_grad():
         ours = logits(model, IDS)
         for folder in (tmp_path / "a", tmp_path / "b"):
@@ -237,48 +223,8 @@ def test_negative_controls(tmp_path, what):
     assert gap > 1e-2
 
 
-def test_half_rotation_is_not_interleaved():
-    x = torch.randn(3, 2, 8)
-    angle = torch.arange(3.0)[:, None] * torch.tensor([1, 0.1, 0.01, 0.001])
-    turn = torch.polar(torch.ones_like(angle), angle)[:, None]
-    got = rotate_one(x, angle.cos(), angle.sin())
-    z = torch.complex(x[..., :4], x[..., 4:]) * turn  # channel i pairs with i + hs/2
-    torch.testing.assert_close(got, torch.cat((z.real, z.imag), -1))
-    z = torch.view_as_complex(x.view(3, 2, 4, 2)) * turn  # the control: with its neighbour
-    assert (got - torch.view_as_real(z).flatten(-2)).abs().max() > 0.1
-
-
 def raw_config(**keys):
     return {**transformers.LlamaConfig(**SMALL).to_dict(), **keys}
-
-
-def test_llama3_frequencies():
-    """Llama-3.2-1B: pairs 0 to 14 as they were, 15 to 17 in between, 18 to 31 divided by the
-    factor."""
-    rope = dict(rope_type="llama3", rope_theta=500000.0, factor=32.0, low_freq_factor=1.0,
-                high_freq_factor=4.0, original_max_position_embeddings=8192)
-    scaled = rope_frequencies(Config.from_dict(raw_config(head_dim=64, rope_parameters=rope)))
-    rope = dict(rope_type="default", rope_theta=500000.0)
-    plain = rope_frequencies(Config.from_dict(raw_config(head_dim=64, rope_parameters=rope)))
-    ratio = scaled / plain
-    assert torch.equal(ratio[:15], torch.ones(15))
-    assert torch.equal(ratio[18:], torch.full((14,), 1 / 32))
-    between = torch.tensor([0.605573, 0.303743, 0.103448])
-    torch.testing.assert_close(ratio[15:18], between, atol=1e-6, rtol=0)
-    assert plain[1].item() == pytest.approx(500000 ** (-2 / 64))
-
-
-def test_rope_theta_from_both_layouts():
-    bare = raw_config()
-    for key in ("rope_parameters", "rope_theta", "rope_scaling"):
-        bare.pop(key, None)
-    rope = {"rope_theta": 5e5, "rope_type": "default"}
-    for keys in ({"rope_theta": 5e5}, {"rope_parameters": rope}):
-        assert Config.from_dict({**bare, **keys}).rope["rope_theta"] == 5e5
-    with pytest.raises(ValueError, match="no rope_theta"):
-        Config.from_dict(bare)
-    with pytest.raises(ValueError, match="no rope_theta"):
-        Config.from_dict({**bare, "rope_parameters": {"rope_type": "default"}})
 
 
 def test_bf16_leaves_the_rope_table_alone(tmp_path):
@@ -381,14 +327,14 @@ CONFIG_ERRORS = {
         rope_parameters=dict(rope_type="yarn", rope_theta=1e4, factor=4.0)),
     "rope_type 'linear' is not supported": dict(
         rope_parameters=None, rope_theta=1e4, rope_scaling=dict(type="linear", factor=2.0)),
-    "rope_type llama3 needs factor, high_freq_factor": dict(rope_parameters=dict(
+    "^factor is missing": dict(rope_parameters=dict(
         rope_type="llama3", rope_theta=1e4, low_freq_factor=1.0,
         original_max_position_embeddings=64)),
     "no rope_theta": dict(rope_parameters=None),
     "hidden_act='gelu'": dict(hidden_act="gelu"),
-    "sliding-window": dict(use_sliding_window=True),
+    "use_sliding_window=true": dict(use_sliding_window=True),
     "layer_types: 'sliding_attention'": dict(layer_types=["full_attention", "sliding_attention"]),
-    "quantised weights": dict(quantization_config=dict(bits=4)),
+    "quantization_config": dict(quantization_config=dict(bits=4)),
     "4 query heads do not divide into 3": dict(num_key_value_heads=3),
     "partial_rotary_factor": dict(partial_rotary_factor=0.5),
     "rope_parameters and rope_scaling differ": dict(
@@ -428,22 +374,19 @@ HARMLESS = dict(
     is_encoder_decoder=False, partial_rotary_factor=1.0, layer_types=["full_attention"] * 2)
 
 
-@pytest.mark.parametrize("key", CHANGES)
-def test_refuses_what_other_families_compute(key):
+def test_refuses_what_other_families_compute():
     """A config that names a known family, with a key by which another computes something else."""
     Config.from_dict(raw_config(**HARMLESS))  # the control
-    with pytest.raises(ValueError, match=f"{key}=.* is not supported"):
-        Config.from_dict(raw_config(**{key: CHANGES[key]}))
+    for key, value in CHANGES.items():
+        refused(raw_config(**{key: value}), f"{key}=.* is not supported", read=Config.from_dict)
 
 
 def test_mistral_has_a_window_unless_it_says_null():
     raw = raw_config(model_type="mistral", architectures=["MistralForCausalLM"])
     assert "sliding_window" not in raw
-    for size, window in ((4096, {}), (4096, dict(sliding_window=4096)),
-                         (32768, dict(sliding_window=32768))):
-        said = rf"sliding-window attention \(sliding_window={size}\)"
-        with pytest.raises(ValueError, match=said):
-            Config.from_dict({**raw, **window})
+    for size, window in ((4096, {}), (32768, dict(sliding_window=32768))):
+        says = rf"sliding-window attention \(sliding_window={size}\)"
+        refused(raw | window, says, read=Config.from_dict)
     assert Config.from_dict({**raw, "sliding_window": None}).arch == "mistral"
 
 
@@ -493,26 +436,29 @@ def family(name):
     return raw, int(parameters)
 
 
-@pytest.mark.parametrize("name", FAMILIES)
-def test_families_have_as_many_parameters_as_they_say(name):
-    raw, parameters = family(name)
+def test_families_have_as_many_parameters_as_they_say():
+    for name in FAMILIES:
+        raw, parameters = family(name)
+        assert count(raw) == parameters, name
+    raw |= dict(tie_word_embeddings=not raw["tie_word_embeddings"])
+    assert count(raw) != parameters  # the control
+
+
+def count(raw):
+    """Parameters of the model that config.json describes."""
     with torch.device("meta"):
         net = Transformer(Config.from_dict(raw))
-    assert sum(p.numel() for p in net.parameters()) == parameters
-    with torch.device("meta"):  # the control
-        other = Transformer(Config.from_dict(
-            raw | dict(tie_word_embeddings=not raw["tie_word_embeddings"])))
-    assert sum(p.numel() for p in other.parameters()) != parameters
+    return sum(p.numel() for p in net.parameters())
 
 
 UNREAD = ("smollm3 olmo2 gemma3_text phi3 granite granitemoehybrid qwen3_moe qwen3_5 qwen3_next "
           "lfm2 ministral ministral3").split()
 
 
-@pytest.mark.parametrize("arch", UNREAD)
-def test_families_that_are_refused_by_name(arch):
-    with pytest.raises(ValueError, match=f"unknown architecture model_type='{arch}': this code"):
-        Config.from_dict(raw_config(model_type=arch))
+def test_families_that_are_refused_by_name():
+    for arch in UNREAD:
+        refused(raw_config(model_type=arch), f"unknown architecture model_type='{arch}': this code",
+                read=Config.from_dict)
 
 
 def llama3(**keys):
@@ -537,7 +483,7 @@ NUMBERS = {  # of config.json: where they stand, and what is refused beside NaN,
 }
 TYPES = {  # of the others
     "tie_word_embeddings": ("false", 0, []), "attention_bias": ("true", 1), "mlp_bias": ("no",),
-    "use_sliding_window": ("false",), "model_type": (None, 7, ["llama"], {}),
+    "use_sliding_window": ("false", 1), "model_type": (None, 7, ["llama"], {}),
     "hidden_act": (3, ["silu"]), "layer_types": ("full_attention", [None], {}),
     "rope_parameters": ([], "llama3", True, dict(rope_theta=1e4, rope_type=[])),
     "rope_scaling": (1e4,), "partial_rotary_factor": ("1", True, 0),
@@ -556,9 +502,7 @@ def test_refuses_what_config_json_cannot_mean(key):
     if key == "rope_scaling":
         raw.pop("rope_parameters")
     for value in values:
-        with pytest.raises(ValueError, match=key.removesuffix("parameters")) as e:
-            Config.from_dict({**raw, **place(**{key: value})})
-        assert "\n" not in str(e.value) and len(str(e.value)) < 200
+        refused(raw | place(**{key: value}), key.removesuffix("parameters"), read=Config.from_dict)
 
 
 def test_null_in_config_json_is_the_default():
@@ -567,6 +511,9 @@ def test_null_in_config_json_is_the_default():
     c = Config.from_dict(raw_config(**null))
     assert (c.n_kv_head, c.head_size) == (4, 12)
     assert not (c.qkv_bias or c.o_bias or c.mlp_bias or c.tied)
+    # Qwen3's default does not depend on the width
+    qwen3 = raw_config(**null, model_type="qwen3", architectures=["Qwen3ForCausalLM"])
+    assert Config.from_dict(qwen3).head_size == 128
     given = dict(num_key_value_heads=2, head_dim=8, attention_bias=True, tie_word_embeddings=True)
     c = Config.from_dict(raw_config(**given))  # the control
     assert (c.n_kv_head, c.head_size, c.qkv_bias, c.tied) == (2, 8, True, True)
@@ -578,44 +525,43 @@ def test_absurd_sizes_are_refused_before_anything_is_allocated(tmp_path):
     for keys in (dict(hidden_size=9_999_992), dict(intermediate_size=9_999_999),
                  dict(vocab_size=9_999_999)):
         edit(tmp_path, lambda raw: raw.update(SMALL | keys))
-        refused(tmp_path, ValueError, "has shape")
+        refused(tmp_path, "has shape")
     edit(tmp_path, lambda raw: raw.update(SMALL | dict(num_hidden_layers=9_999)))
-    refused(tmp_path, ValueError, "says 9999 num_hidden_layers, the weights have 2")
+    refused(tmp_path, "says 9999 num_hidden_layers, the weights have 2")
     edit(tmp_path, lambda raw: raw.update(SMALL))
     Transformer.from_pretrained(tmp_path)  # the control
 
 
-def refused(path, error, match):
-    with pytest.raises(error, match=match) as e:
-        Transformer.from_pretrained(path)
+def refused(given, says, error=ValueError, read=Transformer.from_pretrained):
+    with pytest.raises(error, match=says) as e:
+        read(given)
     assert "\n" not in str(e.value) and len(str(e.value)) < 1000
 
 
 @pytest.mark.parametrize("says", CONFIG_ERRORS)
 def test_refuses_configs_by_name(says):
-    with pytest.raises(ValueError, match=says) as e:
-        Config.from_dict(raw_config(architectures=["LlamaForCausalLM"]) | CONFIG_ERRORS[says])
-    assert "\n" not in str(e.value) and len(str(e.value)) < 1000
+    raw = raw_config(architectures=["LlamaForCausalLM"])
+    refused(raw | CONFIG_ERRORS[says], says, read=Config.from_dict)
 
 
 def test_refuses_incomplete_configs(tmp_path):
     make(tmp_path, "llama")
-    edit(tmp_path, lambda raw: [raw.pop(key) for key in ("hidden_size", "rms_norm_eps")])
-    refused(tmp_path, ValueError, "config.json: config.json lacks hidden_size, rms_norm_eps")
+    file = tmp_path / "config.json"
+    edit(tmp_path, lambda raw: raw.pop("hidden_size"))
+    refused(tmp_path, "config.json: hidden_size is missing or null")
     deep = '{"a": ' + "[" * 200 + "]" * 200 + "}"
     for text, why in {
-            "{": "is not valid JSON", "[" * 10**5: "is not valid JSON", '{"a": 1e': "not valid",
+            "[" * 10**5: "is not valid JSON", '{"a": 1e': "not valid", "": "not valid",
             '{"vocab_size": 1, "vocab_size": 2}': "key 'vocab_size' is there twice",
             "null": "must hold a JSON object", "[]": "must hold a JSON object",
-            '"x"': "must hold a JSON object", "": "not valid", deep: "nested deeper than"}.items():
-        (tmp_path / "config.json").write_text(text)
-        refused(tmp_path, ValueError, "config.json.*" + why)
-    (tmp_path / "config.json").write_bytes(b"\xff\xfe")
-    refused(tmp_path, ValueError, "config.json is not text in UTF-8")
-    os.remove(tmp_path / "config.json")
-    refused(tmp_path, FileNotFoundError, "holds no config.json")
-    os.mkfifo(tmp_path / "config.json")  # to open it would be to wait
-    refused(tmp_path, FileNotFoundError, "holds no config.json")
+            deep: "nested deeper than"}.items():
+        file.write_text(text)
+        refused(tmp_path, "config.json.*" + why)
+    file.write_bytes(b"\xff\xfe")
+    refused(tmp_path, "config.json is not text in UTF-8")
+    for make_other in (os.remove, os.mkfifo):  # to open the second would be to wait
+        make_other(file)
+        refused(tmp_path, "holds no config.json", FileNotFoundError)
 
 
 def test_refuses_damaged_files(tmp_path):
@@ -624,17 +570,16 @@ def test_refuses_damaged_files(tmp_path):
     whole = (tmp_path / shard).read_bytes()
     for cut in (len(whole) - 1, len(whole) // 2, 4, 0):
         (tmp_path / shard).write_bytes(whole[:cut])
-        refused(tmp_path, ValueError, f"{shard} is truncated or not a safetensors file")
+        refused(tmp_path, f"{shard} is truncated or not a safetensors file")
     os.remove(tmp_path / shard)
     index = tmp_path / "model.safetensors.index.json"
-    refused(tmp_path, FileNotFoundError, f"{shard} is missing.*although {index.name} lists it")
-    for text in ("{", "{}"):
-        index.write_text(text)
-        refused(tmp_path, ValueError, f"{index.name} is not a valid index of shards")
+    refused(tmp_path, f"{shard} is missing.*although {index.name} lists it", FileNotFoundError)
+    index.write_text("{")
+    refused(tmp_path, f"{index.name} is not a valid index of shards")
     os.remove(index)
-    refused(tmp_path, FileNotFoundError, "model.safetensors is missing")
+    refused(tmp_path, "model.safetensors is missing", FileNotFoundError)
     os.mkfifo(tmp_path / "model.safetensors")
-    refused(tmp_path, FileNotFoundError, "model.safetensors is missing or no file")
+    refused(tmp_path, "model.safetensors is missing or no file", FileNotFoundError)
 
 
 def test_shards_lie_in_the_folder(tmp_path):
@@ -642,18 +587,18 @@ def test_shards_lie_in_the_folder(tmp_path):
     make(tmp_path / "a", "llama", max_shard_size="20KB")
     shutil.copytree(tmp_path / "a", tmp_path / "b")
     index = tmp_path / "a" / "model.safetensors.index.json"
-    whole = json.loads(index.read_text())
+    whole = json.loads(index.read_text())["weight_map"]
     Transformer.from_pretrained(tmp_path / "a")  # the control
-    name, shard = min(whole["weight_map"].items())
-    for place in (f"../b/{shard}", str(tmp_path / "b" / shard), f"./{shard}", "..", ".", "", None,
-                  7, [shard], f"{shard}\0", "/dev/stdin", "C:\\b.safetensors"):
-        index.write_text(json.dumps({"weight_map": {**whole["weight_map"], name: place}}))
-        refused(tmp_path / "a", ValueError, f"{index.name} is not a valid index.*'{name}' is in")
-    for weight_map in ([], [name], None, "x", {}, 3):
-        index.write_text(json.dumps({"weight_map": weight_map}))
-        refused(tmp_path / "a", ValueError, f"{index.name} is not a valid index of shards.*weight")
-    index.write_text(json.dumps({"weight_map": {**whole["weight_map"], "more": shard}}))
-    refused(tmp_path / "a", ValueError, f"{shard} lacks tensor 'more', which {index.name} lists")
+    name, shard = min(whole.items())
+    elsewhere = [whole | {name: place} for place in (
+        f"../b/{shard}", str(tmp_path / "b" / shard), f"./{shard}", "..", "", None, 7, [shard],
+        f"{shard}\0", "/dev/stdin", "C:\\b.safetensors")]
+    for weight_map in (*elsewhere, [], [name], None, "x", {}):
+        index.write_text(json.dumps(dict(weight_map=weight_map)))
+        says = f"'{name}' is in" if weight_map in elsewhere else "weight_map"
+        refused(tmp_path / "a", f"{index.name} is not a valid index of shards: .*{says}")
+    index.write_text(json.dumps(dict(weight_map=whole | {"more": shard})))
+    refused(tmp_path / "a", f"{shard} lacks tensor 'more', which {index.name} lists")
 
 
 HEADERS = {
@@ -682,13 +627,12 @@ def test_refuses_tensors_that_are_none(tmp_path, says):
     header["model.norm.weight"] = {**new, "data_offsets": [len(data), len(data) + more]}
     text = json.dumps(header).encode()
     file.write_bytes(len(text).to_bytes(8, "little") + text + data + bytes(more))
-    refused(tmp_path, ValueError, says)
+    refused(tmp_path, says)
     file.write_bytes((2 << 30).to_bytes(8, "little") + text + data)  # a header of 2 GB
-    refused(tmp_path, ValueError, "truncated or not a safetensors file: .*header too large")
+    refused(tmp_path, "truncated or not a safetensors file: .*header too large")
 
 
-@pytest.mark.parametrize("value", (math.nan, math.inf, -math.inf, 1e300))
-def test_weights_that_are_not_finite_are_refused(tmp_path, value):
+def test_weights_that_are_not_finite_are_refused(tmp_path):
     """Also such as only the dtype makes infinite, in a joined matrix, in a shard: by name."""
     make(tmp_path, "qwen2", max_shard_size="20KB")
     index = json.loads((tmp_path / "model.safetensors.index.json").read_text())
@@ -696,35 +640,27 @@ def test_weights_that_are_not_finite_are_refused(tmp_path, value):
     file = tmp_path / index["weight_map"][key]
     tensors = safetensors.load_file(file)
     tensors[key] = tensors[key].double()
-    tensors[key][3, 5] = value
-    safetensors.save_file(tensors, file)
-    for dtype in (torch.float32, torch.bfloat16):
-        with pytest.raises(ValueError, match=f"{file.name}: tensor {key[6:]} holds NaN"):
-            Transformer.from_pretrained(tmp_path, dtype=dtype)
+    for value in (math.nan, math.inf, -math.inf, 1e300):
+        tensors[key][3, 5] = value
+        safetensors.save_file(tensors, file)
+        for dtype in (torch.float32, torch.bfloat16):
+            refused(tmp_path, f"{file.name}: tensor {key[6:]} holds NaN",
+                    read=partial(Transformer.from_pretrained, dtype=dtype))
     tensors[key][3, 5] = 3e38  # the control: large, but a number
     safetensors.save_file(tensors, file)
     Transformer.from_pretrained(tmp_path)
 
 
-@pytest.mark.parametrize("umask", (0o022, 0o077, 0o002))
-def test_saved_files_honour_the_umask_and_appear_whole(tmp_path, umask, monkeypatch):
+def test_saved_files_appear_whole(tmp_path):
+    """On a disk that is full when config.json is written, then when the weights are."""
     make(tmp_path, "llama")
     model = Transformer.from_pretrained(tmp_path)
-    before = os.umask(umask)
-    try:
-        model.save_pretrained(tmp_path / "a")
-    finally:
-        os.umask(before)
-    for name in ("model.safetensors", "config.json"):
-        assert (tmp_path / "a" / name).stat().st_mode & 0o777 == 0o666 & ~umask
-    # a disk that is full when config.json is written, then when the weights are
     for name in ("config.json", "model.safetensors"):
-        os.mkdir(tmp_path / "a" / f"{name}{UNFINISHED}")  # cannot be written to
+        os.mkdir(tmp_path / f"{name}{UNFINISHED}")  # cannot be written to
         model.norm.weight.data.fill_(3)
-        whole = (tmp_path / "a" / name).read_bytes()
-        with pytest.raises(OSError, match=f"could not write .*{name}") as e:
-            model.save_pretrained(tmp_path / "a")
-        assert "\n" not in str(e.value) and (tmp_path / "a" / name).read_bytes() == whole
+        whole = (tmp_path / name).read_bytes()
+        refused(tmp_path, f"could not write .*{name}", OSError, model.save_pretrained)
+        assert (tmp_path / name).read_bytes() == whole
 
 
 @pytest.mark.parametrize("name, key", [
@@ -736,36 +672,31 @@ def test_every_tensor_is_needed_and_used(tmp_path, name, key):
     tensors = safetensors.load_file(file)
     short = key.removeprefix("model.")
     safetensors.save_file({k: t for k, t in tensors.items() if k != key}, file)
-    refused(tmp_path, ValueError, f"lacks 1 tensor.*{short}")
+    refused(tmp_path, f"lacks 1 tensor.*{short}")
     safetensors.save_file({**tensors, key: tensors[key][:-1].clone()}, file)
-    refused(tmp_path, ValueError, f"{short} has shape")
+    refused(tmp_path, f"{short} has shape")
     extra = {"model.layers.0.self_attn.extra.bias": torch.zeros(3)}
     safetensors.save_file({**tensors, **extra}, file)
-    refused(tmp_path, ValueError, "has unused 1 tensor.*layers.0.self_attn.extra.bias")
+    refused(tmp_path, "has unused 1 tensor.*layers.0.self_attn.extra.bias")
     edit(tmp_path, lambda raw: raw.update(vocab_size=100))
     safetensors.save_file(tensors, file)
-    refused(tmp_path, ValueError, r"has shape \(101, 48\), config.json implies \(100, 48\)")
+    refused(tmp_path, r"has shape \(101, 48\), config.json implies \(100, 48\)")
 
 
 def test_missing_folder(monkeypatch, tmp_path):
     from huggingface_hub import constants
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
     hub = "is neither a local folder"
-    for name, say in (("no/such-model", hub), ("", hub), ("x y", hub), ("nul\0", hub),
-                      ("x" * 5000, hub), ("é\n!", hub), ("a/b/c/d", "'a/b/c/d': no such folder"),
-                      ("~nobody/x", "no such folder"), ("/no/where\n", "no such folder"),
-                      ("./no-such-folder", "no such folder")):
-        with pytest.raises(FileNotFoundError, match=say) as e:
-            find_checkpoint(name)
-        assert "\n" not in str(e.value) and len(str(e.value)) < 1000
     (tmp_path / "file").write_text("")
-    with pytest.raises(FileNotFoundError, match="file is a file: name the folder"):
-        find_checkpoint(tmp_path / "file")
+    for name, says in (("no/such-model", hub), ("", hub), ("x y", hub), ("nul\0", hub),
+                       ("x" * 5000, hub), ("é\n!", hub), ("a/b/c/d", "'a/b/c/d': no such folder"),
+                       ("~nobody/x", "no such folder"), ("/no/where\n", "no such folder"),
+                       ("./no-such-folder", "no such folder"),
+                       (tmp_path / "file", "file is a file: name the folder")):
+        refused(name, says, FileNotFoundError, read=find_checkpoint)
     # ~ is the home of who asks
     monkeypatch.setenv("HOME", str(tmp_path))
     (tmp_path / "m").mkdir()
-    with pytest.raises(FileNotFoundError, match=f"{tmp_path}/m holds no config.json"):
-        find_checkpoint("~/m")
     (tmp_path / "m" / "config.json").write_text("{}")
     assert find_checkpoint("~/m") == str(tmp_path / "m")
 
@@ -800,7 +731,7 @@ def test_real_weights(name):
         assert model.config.vocab_size >= len(tok)
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", ("llama-bias", "qwen3"))
 def test_mlp_in_slices(tmp_path, name, monkeypatch):
     """Prefill's slices, in place, and those of activation checkpointing give what the whole input
     gives, gradients too."""

@@ -1,7 +1,7 @@
 """
 data/tokenizer.py against the tokenizers library: tokenizers of every supported kind, trained
-here from nothing, must give the same ids on 3,000 generated strings, small random ones on all
-short strings. With SMD_REAL_WEIGHTS=folder holding smollm2/ and qwen/, the real ones too, and with
+here from nothing, must give the same ids on generated strings, small random ones on all short
+strings. With SMD_REAL_WEIGHTS=folder holding smollm2/ and qwen/, the real ones too, and with
 templates/ in it the chat templates of Qwen3 and Llama 3.2.
 """
 import copy
@@ -10,7 +10,7 @@ import itertools
 import json
 import os
 import random
-import re
+import shutil
 import unicodedata
 
 import pytest
@@ -40,22 +40,15 @@ TEMPLATE = ("{% for m in messages %}{% if m['role'] == 'judge' %}"
 TALK = [{"role": "user", "content": "What is 17 + 4?"},
         {"role": "assistant", "content": "21, I'd say.\n"},
         {"role": "user", "content": "Sûr? \U0001F642"}]
-# SmolLM2's ids of the one message "Hi 42"; the system prompt in them is the template's own
-GOLDEN = [1, 9690, 198, 2683, 359, 253, 5356, 5646, 11173, 3365, 3511, 308, 34519,
-          28, 7018, 411, 407, 19712, 8182, 2, 198, 1, 4093, 198, 26843, 216, 36, 34,
-          2, 198, 1, 520, 9531, 198]
 BY_TIKTOKEN = ("llama3", "gpt2", "digits", "qwen", "tekken")
 FALLBACK = ("llama2", "mistral")  # sentencepiece's: bytes are <0x0A>, a space is ▁
 BY_LIBRARY = (*FALLBACK, "deepseek")
 KINDS = BY_TIKTOKEN + BY_LIBRARY
+every_kind = pytest.mark.parametrize("kind", KINDS)
 
 
 def refused(says):
     return pytest.raises(ValueError, match=says)
-
-
-def ends(says):
-    return pytest.raises(SystemExit, match=says)
 
 
 def by_transformers(folder):
@@ -125,33 +118,30 @@ def train(folder, kind, size=900):
     content = json.loads(t.to_str())
     content["added_tokens"] = [x for x in content["added_tokens"]
                                if x["content"][:3] != "<0x"]
-    os.makedirs(folder, exist_ok=True)
-    write(folder, "tokenizer.json", content)
     end, turn = t.token_to_id("<|endoftext|>"), t.token_to_id("<|im_end|>")
-    write(folder, "config.json", {"model_type": "llama", "eos_token_id": end})
-    write(folder, "generation_config.json", {"eos_token_id": [end, turn]})
-    write(folder, "tokenizer_config.json", {
-        "tokenizer_class": "PreTrainedTokenizerFast",
-        "bos_token": "<|endoftext|>", "chat_template": TEMPLATE,
-        "eos_token": {"__type": "AddedToken", "content": "<|im_end|>", "special": True}})
-    return folder
+    save(folder, tokenizer=content, config={"model_type": "llama", "eos_token_id": end},
+         generation_config={"eos_token_id": [end, turn]}, tokenizer_config={
+             "tokenizer_class": "PreTrainedTokenizerFast",
+             "bos_token": "<|endoftext|>", "chat_template": TEMPLATE,
+             "eos_token": {"__type": "AddedToken", "content": "<|im_end|>", "special": True}})
+    return str(folder)
 
 
-def write(folder, name, content):
-    with open(os.path.join(folder, name), "w", encoding="utf-8") as f:
-        json.dump(content, f, ensure_ascii=False)
+def save(folder, **files):
+    """Writes JSON files: name=content"""
+    os.makedirs(folder, exist_ok=True)
+    for name, content in files.items():
+        with open(os.path.join(folder, name + ".json"), "w", encoding="utf-8") as f:
+            json.dump(content, f, ensure_ascii=False)
 
 
-def edited(folder, tmp_path, name="tokenizer.json", edit=None, **keys):
+def edited(folder, tmp_path, name="tokenizer", edit=None, **keys):
     """A copy of the folder with one JSON file changed by `edit(dict)` or by top-level keys."""
-    os.makedirs(tmp_path, exist_ok=True)
-    for f in os.listdir(folder):
-        content = json.loads(read(folder, f))
-        if f == name:
-            content |= keys
-            if edit:
-                edit(content)
-        write(tmp_path, f, content)
+    shutil.copytree(folder, tmp_path, dirs_exist_ok=True)
+    content = json.loads(read(folder, name + ".json")) | keys
+    if edit:
+        edit(content)
+    save(tmp_path, **{name: content})
     return str(tmp_path)
 
 
@@ -209,10 +199,24 @@ def strings(n, seed=0, controls=True, specials=()):
     return [string() for _ in range(n)]
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def folders(tmp_path_factory):
     root = tmp_path_factory.mktemp("tokenizers")
-    return {kind: train(str(root / kind), kind) for kind in KINDS}
+    return {kind: train(root / kind, kind) for kind in KINDS}
+
+
+@pytest.fixture(scope="module")
+def loaded(folders):
+    """kind -> our tokenizer and transformers', not to be changed"""
+    return functools.cache(lambda kind: (Tokenizer(folders[kind]), by_transformers(folders[kind])))
+
+
+def templated(pair, source):
+    """The same tokenizers with another chat template."""
+    tok, hf = map(copy.copy, pair)
+    hf.chat_template = source
+    tok.template = tokenizer_py.TemplateApart(source, "T")
+    return tok, hf
 
 
 def differing(tok, hf, texts):
@@ -241,15 +245,14 @@ def has_stacked_marks(tok, text):
     return any(a and b for a, b in zip(marks, marks[1:]))
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_ids_equal_the_tokenizers_library(folders, kind):
-    tok, hf = Tokenizer(folders[kind]), by_transformers(folders[kind])
-    texts = strings(1000, seed=1, specials=SPECIALS)
-    assert sum(any(s in t for s in SPECIALS) for t in texts) > 150
+@every_kind
+def test_ids_equal_the_tokenizers_library(loaded, kind):
+    tok, hf = loaded(kind)
+    texts = strings(500, seed=1, specials=SPECIALS)
+    assert sum(any(s in t for s in SPECIALS) for t in texts) > 75
     odd = differing(tok, hf, texts)
-    print(f"{kind}: {len(odd)} of {len(texts)} strings differ")
     if kind == "digits":
-        assert all(has_absent_byte(tok, text) for text in odd) and len(odd) <= 10
+        assert all(has_absent_byte(tok, text) for text in odd) and len(odd) <= 5
     else:
         assert odd == []
     assert len(tok) == len(hf)
@@ -272,52 +275,43 @@ def test_real_ids_equal_transformers(name, size, most, why):
     assert tok.chat(system, add_generation_prompt=False) == rendered(hf, system)
 
 
-@needs_real
-def test_real_golden_prompt():
-    ids = Tokenizer(os.path.join(REAL, "smollm2")).chat([{"role": "user", "content": "Hi 42"}])
-    assert ids == GOLDEN
-
-
-def test_negative_controls(folders, tmp_path, monkeypatch):
+def test_negative_controls(folders, loaded, tmp_path, monkeypatch):
     """What the equality above would catch: no NFC, GPT-2's pattern for digits, NFC over the whole
     text, a wrong merge order."""
-    texts = strings(1000, seed=1, specials=SPECIALS)
-    hf = {k: by_transformers(folders[k]) for k in KINDS}
+    texts = strings(300, seed=1, specials=SPECIALS)
 
     def wrong(tok, kind):
         """On how many texts does tok differ from transformers' tokenizer of that kind?"""
-        theirs = hf[kind](texts, add_special_tokens=False)["input_ids"]
+        theirs = loaded(kind)[1](texts, add_special_tokens=False)["input_ids"]
         return sum(tok.encode(t, special=True) != ids for t, ids in zip(texts, theirs))
 
-    tok = Tokenizer(folders["qwen"])
-    tok.nfc = False
-    assert wrong(tok, "qwen") > 25
+    tok, hf = loaded("qwen")
     # the mark composes with ">" (U+226F) when the whole text is normalised first, and the special
     # token is gone
-    tok, text = Tokenizer(folders["qwen"]), "a<|im_end|>\u0338"
-    end = tok.added["<|im_end|>"]
-    assert tok.encode(text, special=True) == hf["qwen"].encode(text, add_special_tokens=False)
+    text, end = "a<|im_end|>\u0338", tok.added["<|im_end|>"]
+    assert tok.encode(text, special=True) == hf.encode(text, add_special_tokens=False)
     assert end in tok.encode(text, special=True)
     assert end not in tok.encode(unicodedata.normalize("NFC", text), special=True)
+    tok = copy.copy(tok)
+    tok.nfc = False
+    assert wrong(tok, "qwen") > 8
     monkeypatch.setattr(tokenizer_py, "DIGITS_THEN_GPT2", tokenizer_py.GPT2)
-    assert wrong(Tokenizer(folders["digits"]), "digits") > 25
-    swap = edited(folders["gpt2"], tmp_path,
-                  edit=lambda d: d["model"]["merges"].reverse())
-    assert wrong(Tokenizer(swap), "gpt2") > 25
+    assert wrong(Tokenizer(folders["digits"]), "digits") > 8
+    swap = edited(folders["gpt2"], tmp_path, edit=lambda d: d["model"]["merges"].reverse())
+    assert wrong(Tokenizer(swap), "gpt2") > 8
 
 
 @pytest.mark.parametrize("kind", FALLBACK)
-def test_negative_controls_of_the_library(folders, tmp_path, kind):
+def test_negative_controls_of_the_library(folders, loaded, tmp_path, kind):
     """What would be caught: a space in front of what follows an added token, where a kind has none,
     an engine that knows the added tokens, merges that make one."""
     text = "a <|im_end|>user says"
-    tok, hf = Tokenizer(folders[kind]), by_transformers(folders[kind])
+    tok, hf = Tokenizer(folders[kind]), loaded(kind)[1]
     want, end = hf.encode(text, add_special_tokens=False), tok.added["<|im_end|>"]
     assert tok.encode(text, special=True) == want and end not in tok.encode(text)
     tok.engine.later = tok.engine.first
     assert (tok.encode(text, special=True) != want) == (kind == "mistral")
-    content = json.loads(read(folders[kind], "tokenizer.json"))
-    tok.engine.first = tokenizers.Tokenizer.from_str(json.dumps(content))
+    tok.engine.first = tokenizers.Tokenizer.from_file(folders[kind] + "/tokenizer.json")
     assert end in tok.encode(text)
 
     def merging(d):
@@ -336,33 +330,28 @@ def test_negative_controls_of_the_library(folders, tmp_path, kind):
 
 
 @pytest.mark.parametrize("kind", FALLBACK)
-def test_what_fallback_needs(folders, tmp_path, kind):
-    """A token for each byte, and a decoder; an added token marked `normalized` is found as it
+def test_what_fallback_needs(folders, loaded, tmp_path, kind):
+    """A token for each byte; an added token marked `normalized` is found as it
     stands, where the library would miss it."""
-    def rename(d):
-        d["model"]["vocab"]["<0x0G>"] = d["model"]["vocab"].pop("<0x0A>")
-
     def flags(d):
         for added in d["added_tokens"]:
             added["normalized"] = True
+        if not d["pre_tokenizer"]:
+            del d["pre_tokenizer"]  # as null
 
-    tok = Tokenizer(edited(folders[kind], tmp_path / "a", edit=flags))
-    hf, text = by_transformers(folders[kind]), "a<|im_end|>b"
+    tok = Tokenizer(edited(folders[kind], tmp_path, edit=flags))
+    hf, text = loaded(kind)[1], "a<|im_end|>b"
     assert tok.encode(text, special=True) == hf.encode(text, add_special_tokens=False)
     assert tok.bytes[tok.encode("\0")[-1]] == b"\0" and tok.decode(tok.encode("\0 é ")) == "\0 é "
     if kind == "llama2":  # the control
-        theirs = by_transformers(str(tmp_path / "a"))
+        theirs = by_transformers(str(tmp_path))
         assert theirs.encode(text, add_special_tokens=False) != tok.encode(text, special=True)
-    for says, edit in (("<0x0A> is not", rename),
-                       ("decoder is missing", lambda d: d.pop("decoder"))):
-        with refused(f"tokenizer.json: .*{says}"):
-            Tokenizer(edited(folders[kind], tmp_path / "b", edit=edit))
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_stop_strings(folders, kind):
+@every_kind
+def test_stop_strings(loaded, kind):
     """A response ends with the token that completes one, whatever tokens spell it."""
-    tok = Tokenizer(folders[kind])
+    tok, _ = loaded(kind)
     ids = tok.encode("It is 42.\n\nQuestion: 3 + 4?\nAnswer: 7")
     for stop in ("Question:", "\n\n", "42"):
         end = stop_end(tok.decode, ids, [stop])
@@ -370,36 +359,12 @@ def test_stop_strings(folders, kind):
     assert stop_end(tok.decode, ids, ["Quest:"]) == 0
 
 
-def test_ids_need_not_follow_the_merge_order(folders, tmp_path):
-    def shuffle(d):
-        tokens = [t for t in d["model"]["vocab"] if t not in SPECIALS]
-        ids = [d["model"]["vocab"][t] for t in tokens]
-        random.Random(0).shuffle(ids)
-        d["model"]["vocab"] |= dict(zip(tokens, ids))
-    path = edited(folders["gpt2"], tmp_path, edit=shuffle)
-    texts = strings(500, seed=3, specials=SPECIALS)
-    assert differing(Tokenizer(path), by_transformers(path), texts) == []
-    straight, shuffled = Tokenizer(folders["gpt2"]), Tokenizer(path)
-    assert sum(straight.encode(t) != shuffled.encode(t) for t in texts[:20]) > 15
-
-
-def test_a_split_pattern_with_gaps_and_normalized_added_tokens(folders, tmp_path):
-    def edit(d):
-        d["pre_tokenizer"]["pretokenizers"][0]["pattern"]["Regex"] = r"\p{L}+"
-        d["added_tokens"][-1] |= {"content": "<é>", "normalized": True}
-    path = edited(folders["qwen"], tmp_path, edit=edit)
-    tok, hf = Tokenizer(path), by_transformers(path)
-    texts = strings(500, seed=4, specials=["<é>", "<e\u0301>", "<é>\u0338"])
-    assert differing(tok, hf, texts) == []
-    assert tok.encode("x<e\u0301>", special=True)[-1] == tok.added["<é>"]
-    assert tok.encode("x<e\u0301>")[-1] != tok.added["<é>"]
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_text_never_yields_an_added_id_by_default(folders, kind):
-    tok = Tokenizer(folders[kind])
-    texts = [*SPECIALS, "<|endoftext|><|im_end|>",
-             *strings(1000, seed=6, specials=SPECIALS)]
+@every_kind
+def test_text_never_yields_an_added_id_by_default(loaded, kind):
+    """Nor panics, whatever it is."""
+    tok, _ = loaded(kind)
+    texts = [*SPECIALS, "<|endoftext|><|im_end|>", "", *(f"{chr(b)}!{chr(b)}" for b in range(256)),
+             *strings(500, seed=6, specials=SPECIALS)]
     added = set(tok.added.values())
     assert not any(added & set(tok.encode(t)) for t in texts)
     assert all(tok.encode(t, special=True) == [i] for t, i in tok.added.items())
@@ -408,15 +373,6 @@ def test_text_never_yields_an_added_id_by_default(folders, kind):
         if kind == "mistral":  # a text's own first space is the one that is put in front
             whole = [t.removeprefix(" ") for t in whole]
         assert [tok.decode(tok.encode(t)) for t in texts] == whole
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_no_input_panics(folders, kind):
-    tok = Tokenizer(folders[kind])
-    for b in range(256):
-        tok.encode(chr(b) * 3)
-        tok.encode("!" + chr(b) + "!")
-    assert tok.encode("") == [] and tok.decode([]) == ""
     # lone surrogates become U+FFFD, pairs their character; transformers raises a TypeError on both
     for broken, text in (("a\ud800b", "a\ufffdb"), ("\ud83d\ude42", "\U0001F642")):
         assert tok.encode(broken) == tok.encode(text)
@@ -425,22 +381,24 @@ def test_no_input_panics(folders, kind):
 
 
 @pytest.mark.parametrize("kind", ("qwen", *FALLBACK))
-def test_long_runs_equal_the_tokenizers_library(folders, kind):
-    tok, hf = Tokenizer(folders[kind]), by_transformers(folders[kind])
-    space = 1_010_000 if kind == "qwen" else 200_000
-    for run in (" " * space + "x", "\t" * space, "a" * 30_000, "?" * 30_000):
+def test_long_runs_equal_the_tokenizers_library(loaded, kind, monkeypatch):
+    monkeypatch.setattr(tokenizer_py, "LONGEST_SPACE", 2**12)
+    tok, hf = loaded(kind)
+    for run in (" " * 30_000 + "x", "\t" * 30_000, "a" * 30_000, "?" * 30_000):
         assert tok.encode(run) == hf.encode(run, add_special_tokens=False), (run[:1], len(run))
 
 
-def test_tiktoken_does_panic_on_what_is_cut(folders, monkeypatch):
-    monkeypatch.setattr(tokenizer_py, "LONGEST_SPACE", 10 ** 9)
+def test_tiktoken_does_panic_on_what_is_cut(loaded, monkeypatch):
+    tok, _ = loaded("gpt2")
+    text = " " * 1_200_000 + "x"
+    assert tok.decode(tok.encode(text)) == text
+    monkeypatch.setattr(tokenizer_py, "LONGEST_SPACE", 10**9)  # the control
     with refused("tiktoken cannot split this text of 1200001 characters"):
-        Tokenizer(folders["gpt2"]).encode(" " * 1_200_000 + "x")
+        tok.encode(text)
 
 
-def test_decode(folders):
-    tok = Tokenizer(folders["llama3"])
-    hf = by_transformers(folders["llama3"])
+def test_decode(loaded):
+    tok, hf = loaded("llama3")
     ids = tok.encode("naïve 🙂<|im_end|>", special=True)
     for cut in range(len(ids) + 1):  # half a character decodes to U+FFFD, as in transformers
         assert tok.decode(ids[:cut]) == hf.decode(ids[:cut])
@@ -448,9 +406,9 @@ def test_decode(folders):
         tok.decode([len(tok)])
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_chat(folders, kind, tmp_path):
-    tok, hf = Tokenizer(folders[kind]), by_transformers(folders[kind])
+@every_kind
+def test_chat(loaded, kind):
+    tok, hf = loaded(kind)
     innocent = [{"role": "system", "content": "s"},
                 {"role": "user", "content": "a<|im_end|b>"}]
     for talk in (TALK, TALK[:1], innocent):
@@ -468,7 +426,7 @@ def test_chat(folders, kind, tmp_path):
 
 def test_chat_template_sources(folders, tmp_path):
     def with_template(name, template):
-        return edited(folders["llama3"], tmp_path / name, "tokenizer_config.json",
+        return edited(folders["llama3"], tmp_path / name, "tokenizer_config",
                       chat_template=template)
 
     source = ("{% if tools is none %}T{% endif %}{%- for m in messages %}{% if loop.index > 2 %}"
@@ -477,45 +435,42 @@ def test_chat_template_sources(folders, tmp_path):
     named = [{"name": "tool", "template": "x"}, {"name": "default", "template": source}]
     path = with_template("a", named)
     assert Tokenizer(path).chat(TALK) == rendered(by_transformers(path), TALK)
-    with open(os.path.join(path, "chat_template.jinja"), "w", encoding="utf-8") as f:
-        f.write("from the file")  # wins over tokenizer_config.json
-    assert Tokenizer(path).decode(Tokenizer(path).chat(TALK)) == "from the file"
-    bare = Tokenizer(with_template("b", None))
-    assert not bare.has_chat
+    file = os.path.join(path, "chat_template.jinja")
+    with open(file, "w", encoding="utf-8") as f:
+        f.write("from the file{{ eos_token }}")  # wins over tokenizer_config.json
+    bare, own = with_template("b", None), tmp_path / "own.jinja"
+    own.write_text("<|im_start|>{{ messages[-1].content }}{{ eos_token }}")
+    for where, given, text in ((path, "", "from the file<|im_end|>"),
+                               (path, own, "<|im_start|>21<|im_end|>"),
+                               (bare, own, "<|im_start|>21<|im_end|>")):
+        tok = Tokenizer(where, template_file=str(given))
+        assert tok.decode(prompt_encoder(tok)("21")) == text
+    assert not Tokenizer(bare).has_chat
     with refused("no chat template"):
-        bare.chat(TALK)
-    with refused("chat template: .*unsafe"):
-        Tokenizer(with_template("c", "{{ messages.append(1) }}")).chat([])
-    with refused("chat template cannot be read"):
-        Tokenizer(with_template("d", "{% if %}"))
+        Tokenizer(bare).chat(TALK)
+    with pytest.raises(FileNotFoundError, match="nobodys.jinja is missing"):
+        Tokenizer(bare, template_file="nobodys.jinja")
+    own.write_text("{% if %}")
+    with refused(r"own\.jinja: chat template cannot be read"):
+        Tokenizer(bare, template_file=str(own))
 
 
 def test_stop_ids(folders, tmp_path):
-    def with_eos(name, **eos):
-        return edited(folders["qwen"], tmp_path / name, name + ".json", **eos)
+    def with_eos(file, eos):
+        return Tokenizer(edited(folders["qwen"], tmp_path / file, file, eos_token_id=eos,
+                                eos_token=eos))
 
     tok = Tokenizer(folders["qwen"])
-    assert set(tok.stop_ids) == {tok.added["<|endoftext|>"], tok.added["<|im_end|>"]}
-    assert isinstance(tok.stop_ids, tuple)
-    only = Tokenizer(with_eos("generation_config", eos_token_id=7))
-    assert set(only.stop_ids) == {7, tok.added["<|endoftext|>"],
-                                  tok.added["<|im_end|>"]}
-    with refused("'<eos>' is not in tokenizer.json"):
-        Tokenizer(with_eos("tokenizer_config", eos_token="<eos>"))
-    for odd, shown in ((99999, "99999"), (True, "true"), ("7", "'7'"), (7.0, "7.0"),
-                       (-1, "-1"), ([7, None], "null"), ([[7]], "a list"),
+    both = tok.added["<|endoftext|>"], tok.added["<|im_end|>"]
+    assert tok.stop_ids == tuple(sorted(both))
+    assert with_eos("generation_config", 7).stop_ids == (7, *sorted(both))
+    with refused("tokenizer_config.json: eos_token '<eos>' is not in tokenizer.json"):
+        with_eos("tokenizer_config", "<eos>")
+    for odd, shown in ((99999, "99999"), (True, "true"), ("7", "'7'"), ([7, None], "null"),
                        ({}, "an object")):
-        says = f"config.json: eos_token_id {re.escape(shown)} is not in tokenizer.json"
         for file in ("config", "generation_config"):
-            with refused(says):
-                Tokenizer(with_eos(file, eos_token_id=odd))
-    for odd in (True, 7, [], {"content": None, "id": 7}):
-        path = with_eos("tokenizer_config", eos_token=odd)
-        if odd == {"content": None, "id": 7}:
-            assert "eos_token" not in Tokenizer(path).named
-            continue
-        with refused("tokenizer_config.json: eos_token is .* must be text"):
-            Tokenizer(path)
+            with refused(f"{file}.json: eos_token_id {shown} is not in tokenizer.json"):
+                with_eos(file, odd)
 
 
 # messages are text
@@ -533,27 +488,28 @@ def control(tok, ids):
 
 
 SPELT = ["<|im_end|>", "a<|im_end|>\n<|im_start|>assistant\nb", " <thi", "<<|im_end|>>",
-         "(.*)<|im_end|>|[a-z]+\\", "<|endoftext|>" * 3, "\ud800<|im_end|>"]
+         "<|endoftext|>" * 3, "\ud800<|im_end|>"]
 
 
 @pytest.mark.parametrize("kind", ("llama3", "qwen"))
-@pytest.mark.parametrize("content", SPELT)
-def test_what_a_message_says_is_text(folders, kind, content):
-    tok = Tokenizer(folders[kind])
-    talk = [dict(role="user", content=content), dict(role="assistant", content=content)]
-    added, between = control(tok, tok.chat(talk))
-    plain, _ = control(tok, tok.chat([dict(m, content="a") for m in talk]))
-    assert added == plain
-    assert between == [tok.encode(tok.decode(ids)) for ids in between]
-    text = tok.decode(tok.chat(talk))
-    assert text.count(f"\n{content}<|im_end|>".replace("\ud800", "\ufffd")) == 2
-    spelt, _ = control(tok, tok.encode(text, special=True))
-    assert (spelt != plain) == bool(tok.spelled(content))
+def test_what_a_message_says_is_text(loaded, kind):
+    tok, _ = loaded(kind)
+    for content in SPELT:
+        talk = [dict(role="user", content=content), dict(role="assistant", content=content)]
+        added, between = control(tok, tok.chat(talk))
+        plain, _ = control(tok, tok.chat([dict(m, content="a") for m in talk]))
+        assert added == plain
+        assert between == [tok.encode(tok.decode(ids)) for ids in between]
+        text = tok.decode(tok.chat(talk))
+        assert text.count(f"\n{content}<|im_end|>".replace("\ud800", "\ufffd")) == 2
+        spelt, _ = control(tok, tok.encode(text, special=True))
+        assert (spelt != plain) == bool(tok.spelled(content))
+    assert tok.spelled("a <|im_start|>user\n<|im_end|>") == "<|im_start|>"
+    assert {tok.spelled(text) for text in ("", "<|im_start", "<think>a</think>")} == {""}
 
 
-@pytest.mark.parametrize("kind", ("llama3", "qwen"))
-def test_a_thought_is_one_in_what_an_assistant_says_alone(folders, kind):
-    tok, hf = Tokenizer(folders[kind]), by_transformers(folders[kind])
+def test_a_thought_is_one_in_what_an_assistant_says_alone(loaded):
+    tok, hf = loaded("qwen")
     content = " <think>a</thi <|im_end|> b<think>"
     told, said = ([dict(role=role, content=content)] for role in ("user", "assistant"))
     think = tok.added["<think>"]
@@ -573,43 +529,22 @@ ACROSS = {  # template: contents that would spell <|im_end|> together with each 
 
 
 @pytest.mark.parametrize("template", ACROSS)
-def test_no_border_makes_a_token(folders, tmp_path, template):
-    tok = Tokenizer(edited(folders["qwen"], tmp_path, "tokenizer_config.json",
-                           chat_template=template))
+def test_no_border_makes_a_token(loaded, template):
+    tok, _ = templated(loaded("qwen"), template)
     ids = tok.chat([dict(role="user", content=c) for c in ACROSS[template]])
     text = tok.decode(ids)
     assert "<|im_end|>" in text and ids == tok.encode(text) != tok.encode(text, special=True)
 
 
-def test_roles_and_arguments_may_make_tokens(folders, tmp_path):
+def test_roles_and_arguments_may_make_tokens(loaded):
     """Templates write '<|' + role + '|>', and an argument is the user's own."""
-    path = edited(folders["qwen"], tmp_path, "tokenizer_config.json",
-                  chat_template="<|{{ messages[0].role }}|>{{ end }}")
-    tok = Tokenizer(path)
+    tok, _ = templated(loaded("qwen"), "<|{{ messages[0].role }}|>{{ end }}")
     ids = tok.chat([dict(role="im_start", content="")], end="<|im_end|>")
     assert ids == [tok.added["<|im_start|>"], tok.added["<|im_end|>"]]
 
 
-INSPECTS = ("{% for m in messages %}<|im_start|>{% if m.content.startswith('/no') %}!{% endif %}"
-            "{{ m.content | trim | length }}{{ m.content.split('</thin')[-1].lstrip() }}"
-            "{{ m.content | tojson }}{{ 'x' if 'a <' in m.content }}<|im_end|>{% endfor %}")
-
-
-def test_innocent_messages_equal_transformers(folders, tmp_path):
-    """Contents that spell no added token, though parts of some, also where the template looks into
-    them."""
-    path = edited(folders["qwen"], tmp_path, "tokenizer_config.json",
-                  chat_template=INSPECTS)
-    tok, hf = Tokenizer(path), by_transformers(path)
-    contents = ["Hello", "  a < b |> c ", "<|im", ">x", "/no_think",
-                "end|> and <|im_", "im_end", "</thin> y",
-                "a\u0338", "\U000F0000\U000F0001<", "", " \n", "I"]
-    for content in contents + strings(200, seed=8):
-        talk = [dict(role="user", content=content)]
-        assert tok.chat(talk) == rendered(hf, talk), content
-    assert tok.chat([dict(role="user", content="a")]) != rendered(hf, TALK[:1])
-
-
+INNOCENT = ["Hello", "  a < b |> c ", "<|im", ">x", "/no_think", "end|> and <|im", "im_end",
+            "</thin> y", "a\u0338", "\U000F0000\U000F0001<", "", " \n", "I"]  # parts of tokens
 LOOKS = {  # what a template may look for in what is said: how it writes it
     "in": "{{ c if '</think>' in c else 'none' }}",
     "starts": "{{ 'x' if c.startswith(('<tool', '/no')) and not c.endswith('>') else c }}",
@@ -655,15 +590,15 @@ def talks(rng, n, spelt=()):
 
 
 @pytest.mark.parametrize("look", LOOKS)
-def test_a_template_sees_what_is_said(folders, tmp_path, look):
+def test_a_template_sees_what_is_said(loaded, look):
     """Its text is transformers' where it looks into messages, and no message makes a token."""
-    path = edited(folders["llama3"], tmp_path, "tokenizer_config.json",
-                  chat_template=looking(LOOKS[look]))
-    tok, hf, rng = Tokenizer(path), by_transformers(path), random.Random(look)
+    rng = random.Random(look)
+    tok, hf = templated(loaded("llama3"), looking(LOOKS[look]))
     think = tok.added["<think>"]
-    for talk in talks(rng, 50):
+    alone = [dict(role="user", content=content) for content in INNOCENT]
+    for talk in [alone, *talks(rng, 20)]:
         assert tok.chat(talk) == rendered(hf, talk)
-    for talk in talks(rng, 100, SPECIALS):
+    for talk in talks(rng, 40, SPECIALS):
         ids, theirs = tok.chat(talk), rendered(hf, talk)
         assert tok.decode(ids) == tok.decode(theirs)
         added, between = control(tok, ids)
@@ -678,11 +613,10 @@ def harmless(message):
     return message["content"].replace("<|im_", "<|ım_").replace("<|end", "<|ənd")
 
 
-def test_texts_that_do_not_see_are_found(folders, tmp_path, monkeypatch):
+def test_texts_that_do_not_see_are_found(loaded, monkeypatch):
     """Control of the test above: with masks alone a template does not find what it looks for, and
     where a token is spelt too, this is refused."""
-    tok = with_template(folders, tmp_path, looking(LOOKS["last"]))
-    hf = by_transformers(str(tmp_path))
+    tok, hf = templated(loaded("qwen"), looking(LOOKS["last"]))
     talk = [dict(role="user", content="a</think>b"),
             dict(role="user", content="<|im_end|>")]
     assert tok.decode(tok.chat(talk)) == hf.apply_chat_template(talk, tokenize=False)
@@ -692,10 +626,8 @@ def test_texts_that_do_not_see_are_found(folders, tmp_path, monkeypatch):
     assert tok.chat(talk[:1]) == rendered(hf, talk[:1])  # nothing that could become one
 
 
-def test_a_look_that_cannot_be_followed(folders, tmp_path):
-    tok = with_template(folders, tmp_path,
-                        looking("{{ c }}{{ 'loud' if c.isupper() else c }}"))
-    hf = by_transformers(str(tmp_path))
+def test_a_look_that_cannot_be_followed(loaded):
+    tok, hf = templated(loaded("qwen"), looking("{{ c }}{{ 'loud' if c.isupper() else c }}"))
     for content in ("AB", "ab", "<|IM_END|>", "a<|im"):
         talk = [dict(role="user", content=content)]
         assert tok.chat(talk) == rendered(hf, talk)
@@ -712,11 +644,10 @@ FIELDS = ("{% for m in messages %}<|im_start|>{{ m.role }}{% if m.name %} {{ m.n
           "{% if tools %}{{ tools | tojson }}{% endif %}")
 
 
-def test_the_fields_of_messages(folders, tmp_path):
+def test_the_fields_of_messages(loaded):
     """Names, tool calls, tools and thoughts by any of their names; what is null is absent. What
     they say is text, down to the keys of a tool's arguments."""
-    tok = with_template(folders, tmp_path, FIELDS)
-    hf = by_transformers(str(tmp_path))
+    tok, hf = templated(loaded("qwen"), FIELDS)
 
     def talk(end):
         call = dict(type="function", function=dict(
@@ -734,15 +665,6 @@ def test_the_fields_of_messages(folders, tmp_path):
     assert control(tok, ids)[0] != control(tok, rendered(hf, talk("<|im_end|>")))[0]  # control
 
 
-def test_a_late_token_is_text_in_a_message(folders, tmp_path):
-    def edit(d):
-        d["added_tokens"][-1] |= {"content": "<é>", "normalized": True}
-    tok = Tokenizer(edited(folders["qwen"], tmp_path, edit=edit))
-    for content in ("<é>", "<e\u0301>"):
-        assert tok.added["<é>"] not in tok.chat([dict(role="user", content=content)])
-        assert tok.added["<é>"] in tok.encode(content, special=True)
-
-
 # a template's arguments, blocks, ends, days, bounds
 
 THINKING = ("{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n"
@@ -751,10 +673,8 @@ THINKING = ("{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|i
             "<think>\n\n</think>\n\n{% endif %}{% endif %}")
 
 
-def test_template_arguments(folders, tmp_path):
-    path = edited(folders["qwen"], tmp_path, "tokenizer_config.json",
-                  chat_template=THINKING)
-    tok, hf = Tokenizer(path), by_transformers(path)
+def test_template_arguments(loaded):
+    tok, hf = templated(loaded("qwen"), THINKING)
     ids = {}
     for arguments in ({}, {"enable_thinking": True}, {"enable_thinking": False}):
         ids[str(arguments)] = tok.chat(TALK, **arguments)
@@ -768,58 +688,27 @@ def test_template_arguments(folders, tmp_path):
         tok.chat(TALK, enable_thinkin=False)
     with refused("takes no argument 'messages'"):
         tok.chat(TALK, messages=[])
-    bare = Tokenizer(edited(folders["qwen"], tmp_path / "b", "tokenizer_config.json",
-                            chat_template=None))
+    tok.has_chat = False
     with refused("'enable_thinking': this checkpoint has no chat template"):
-        prompt_encoder(bare, {"enable_thinking": False})
+        prompt_encoder(tok, {"enable_thinking": False})
 
 
-def with_template(folders, path, template, kind="qwen"):
-    return Tokenizer(edited(folders[kind], path, "tokenizer_config.json", chat_template=template))
-
-
-def test_a_template_from_a_file(folders, tmp_path):
-    """In place of the checkpoint's, or where it has none."""
-    bare = edited(folders["qwen"], tmp_path / "a",
-                  "tokenizer_config.json", chat_template=None)
-    file = tmp_path / "own.jinja"
-    file.write_text("<|im_start|>{{ messages[-1].content }}{{ eos_token }}")
-    for path, has in ((bare, False), (folders["qwen"], True)):
-        assert Tokenizer(path).has_chat == has
-        tok = Tokenizer(path, template_file=str(file))
-        assert tok.decode(prompt_encoder(tok)("Hi")) == "<|im_start|>Hi<|im_end|>"
-    file.write_text("{% if %}")
-    with refused(r"own\.jinja: chat template cannot be read"):
-        Tokenizer(bare, template_file=str(file))
-    file.write_text("{{ 1 / 0 }}")
-    with refused(r"^[^ ]*own\.jinja: chat template: division"):
-        Tokenizer(bare, template_file=str(file)).chat(TALK)
-    with pytest.raises(FileNotFoundError, match="nobodys.jinja is missing"):
-        Tokenizer(bare, template_file="nobodys.jinja")
-
-
-def test_text_that_spells_a_control_token(folders):
-    tok = Tokenizer(folders["qwen"])
-    assert tok.spelled("a <|im_start|>user\n<|im_end|>") == "<|im_start|>"
-    assert {tok.spelled(text) for text in ("", "<|im_start", "<think>a</think>")} == {""}
-
-
-def test_generation_blocks_change_nothing(folders, tmp_path):
+def test_generation_blocks_change_nothing(loaded):
     marked = ("{% for m in messages %}<|im_start|>{% if m.role == 'assistant' %}\n"
               "  {% generation %}{{ m.content }}<|im_end|>{% endgeneration %}\n"
               "{% else %}{{ m.content }}{% endif %}\n{% endfor %}")
-    tok = with_template(folders, tmp_path, marked)
-    assert tok.chat(TALK) == rendered(by_transformers(str(tmp_path)), TALK)
+    tok, hf = templated(loaded("qwen"), marked)
+    assert tok.chat(TALK) == rendered(hf, TALK)
     assert "generation" not in tok.decode(tok.chat(TALK))
-    with refused("cannot be read: .*endgeneration"):
-        with_template(folders, tmp_path / "b", "{% generation %}a")
+    with refused("T: chat template cannot be read: .*endgeneration"):
+        templated(loaded("qwen"), "{% generation %}a")
 
 
-def test_the_end_of_a_turn_is_a_stop_token(folders, tmp_path):
+def test_the_end_of_a_turn_is_a_stop_token(folders, loaded, tmp_path):
     """Base models have a template whose <|im_end|> nothing calls a stop token."""
     end = {}
     for name, template in (("a", THINKING), ("b", THINKING.replace("<|im_end|>", ""))):
-        path = edited(folders["qwen"], tmp_path / name, "tokenizer_config.json",
+        path = edited(folders["qwen"], tmp_path / name, "tokenizer_config",
                       chat_template=template, eos_token="<|endoftext|>")
         os.remove(os.path.join(path, "generation_config.json"))
         end[name] = Tokenizer(path)
@@ -828,33 +717,27 @@ def test_the_end_of_a_turn_is_a_stop_token(folders, tmp_path):
     assert end["b"].stop_ids == (added["<|endoftext|>"],) and end["b"].notes == []
     note, = end["a"].notes
     assert "ends turns with '<|im_end|>'" in note
-    assert Tokenizer(folders["qwen"]).notes == []  # there it is one already
+    assert loaded("qwen")[0].notes == []  # there it is one already
 
 
-def test_a_prompt_does_not_depend_on_the_day(folders, tmp_path):
-    tok = with_template(folders, tmp_path / "a", "{{ strftime_now('%d %b %Y %H') }}")
+def test_a_prompt_does_not_depend_on_the_day(loaded):
+    tok, _ = templated(loaded("qwen"), "{{ strftime_now('%d %b %Y %H') }}")
     assert tok.decode(tok.chat([])) == "26 Jul 2024 00"
     with refused("random"):
-        with_template(folders, tmp_path / "b", "{{ [1, 2] | random }}")
-
-
-LONG = "range(99999)"
+        templated(loaded("qwen"), "{{ [1, 2] | random }}")
 
 
 @pytest.mark.parametrize("template, says", [
-    (f"{{% for i in {LONG} %}}{{% for j in {LONG} %}}{{% endfor %}}{{% endfor %}}", "computing"),
-    (f"{{% set count_turn = 5 %}}{{% for i in {LONG} if {LONG}|sum %}}{{% endfor %}}", "computing"),
     ("{% macro f(n) %}{% if n %}{{ f(n - 1) }}{{ f(n - 1) }}{% endif %}{% endmacro %}{{ f(60) }}",
-     "computing"),
-    ("{{ 'x' * 10 ** 10 }}", "MemoryError"), ("{{ messages[0].content * 10 ** 7 }}", "MemoryError"),
+     "computing"), ("{{ messages[0].content * 10 ** 7 }}", "MemoryError"),
     ("{% for i in range(999) %}{{ messages[0].content }}{% endfor %}", "writes more than"),
-    ("{{ range(10 ** 9) }}", "Range too big"), ("{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}",
-                                                "recursion"), ("{{ 1 / 0 }}", "zero")])
-def test_a_template_is_bounded(folders, tmp_path, monkeypatch, template, says):
-    monkeypatch.setattr("support.apart.SECONDS", 1)
+    ("{{ messages.append(1) }}", "unsafe"), ("{{ 1 / 0 }}", "division"),
+    ("{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}", "recursion")])
+def test_a_template_is_bounded(loaded, monkeypatch, template, says):
+    monkeypatch.setattr("support.apart.SECONDS", 0.5)
     monkeypatch.setattr(tokenizer_py, "MOST_TEXT", 100_000)
-    with refused(f"tokenizer_config.json: chat template.*{says}[^\n]*$"):
-        tok = with_template(folders, tmp_path, template)
+    tok, _ = templated(loaded("qwen"), template)
+    with refused(f"^T: chat template.*{says}[^\n]*$"):
         tok.chat([dict(role="user", content="x" * 9999)])
 
 
@@ -862,9 +745,7 @@ def test_a_template_is_bounded(folders, tmp_path, monkeypatch, template, says):
 def test_a_pattern_that_matches_nothing(pattern, folders, tmp_path, capfd):
     """Refused in one line, or where a text meets it; the library's stack is not printed. The
     control prints it."""
-    source = json.load(open(os.path.join(folders["qwen"], "tokenizer.json")))
-    source["pre_tokenizer"]["pretokenizers"][0]["pattern"]["Regex"] = pattern
-    path = edited(folders["qwen"], tmp_path, "tokenizer.json", **source)
+    path = edited(folders["qwen"], tmp_path, edit=split({"Regex": pattern}))
     with refused("tiktoken cannot split this text of . chara[^\n]*$"):
         Tokenizer(path).encode("foo bar")
     assert capfd.readouterr().err == ""
@@ -895,9 +776,7 @@ def spec(vocab="abc", merges=(), added=(), **model):
 
 def both(folder, content):
     """tokenizer.json as a dict -> ours, theirs"""
-    os.makedirs(folder, exist_ok=True)
-    write(folder, "tokenizer.json", content)
-    write(folder, "config.json", {})
+    save(folder, tokenizer=content, config={})
     return Tokenizer(str(folder)), tokenizers.Tokenizer.from_str(json.dumps(content))
 
 
@@ -916,6 +795,9 @@ def test_merges_that_the_vocabulary_cannot_reach(tmp_path):
     # tiktoken would make the token of "ab" and "c" in any piece
     assert whole.encode("abc abcab") == theirs.encode("abc abcab").ids == [5, 0, 3, 4]
     assert type(whole.engine).__name__ == "Library"
+    del (content := spec(["a", "b", "ab"], ["a b"]))["model"]["type"]  # as in older files
+    ours, theirs = both(tmp_path, content)
+    assert ours.encode("aab") == theirs.encode("aab").ids == [0, 2]
 
 
 def random_spec(rng):
@@ -939,7 +821,7 @@ def random_spec(rng):
 
 def test_random_merges_equal_the_tokenizers_library(tmp_path):
     counts = dict(Ranks=0, Library=0, out_of_reach=0)
-    for seed in range(250):
+    for seed in range(150):
         rng = random.Random(seed)
         chars, content = random_spec(rng)
         ours, theirs = both(tmp_path, content)
@@ -951,14 +833,17 @@ def test_random_merges_equal_the_tokenizers_library(tmp_path):
         counts[type(ours.engine).__name__] += 1
         counts["out_of_reach"] += any(len(ours.encode(t)) > 1
                                       for t in content["model"]["vocab"])
-    assert counts["Ranks"] > 70 and counts["Library"] > 70 and counts["out_of_reach"] > 60
+    assert counts["Ranks"] > 40 and counts["Library"] > 40 and counts["out_of_reach"] > 35
 
 
-def test_older_files_name_no_model_type(tmp_path):
-    content = spec(["a", "b", "ab"], ["a b"])
-    del content["model"]["type"]
-    ours, theirs = both(tmp_path, content)
-    assert ours.encode("aab") == theirs.encode("aab").ids == [0, 2]
+@pytest.mark.parametrize("mark", ("##", "###"))
+def test_an_added_token_of_the_vocabulary_is_not_in_text(tmp_path, mark):
+    """Whichever engine runs where whole pieces are tokens. The control: the library."""
+    ours, theirs = both(tmp_path, spec(["#", "a", mark], (), [dict(id=2, content=mark)],
+                                       ignore_merges=True))
+    assert type(ours.engine).__name__ == "Ranks"
+    assert ours.encode(f"a{mark}") == [1] + [0] * len(mark)
+    assert ours.encode(f"a{mark}", special=True) == theirs.encode(f"a{mark}").ids == [1, 2]
 
 
 def test_ids_without_a_token(tmp_path):
@@ -973,12 +858,10 @@ def test_ids_without_a_token(tmp_path):
 def test_decode_without_special_tokens(tmp_path):
     """By id: what only looks like a token stays, and so do the marks of a thought."""
     texts = ["<s>", "</s>", "<｜end▁of▁sentence｜>", "<think>", "</think>", "<tool>"]
-    added = [dict(id=4 + i, content=t, special=t != "<tool>") for i,
-             t in enumerate(texts)]
+    added = [dict(id=4 + i, content=t, special=t != "<tool>") for i, t in enumerate(texts)]
     content = spec([*"ab<>"], added=added)
-    both(tmp_path, content)
-    write(tmp_path, "generation_config.json", {"eos_token_id": [5, 1]})
-    tok = Tokenizer(str(tmp_path))
+    save(tmp_path, generation_config={"eos_token_id": [5, 1]})
+    tok, _ = both(tmp_path, content)
     ids = [4, 0, 7, 2, 0, 3, 8, 9, 6, 1, 5]
     assert tok.decode(ids) == "<s>a<think><a></think><tool><｜end▁of▁sentence｜>b</s>"
     assert tok.decode(ids, special=False) == "a<think><a></think><tool>"  # b is a stop token too
@@ -987,33 +870,26 @@ def test_decode_without_special_tokens(tmp_path):
 @pytest.mark.parametrize("nested", (False, True))
 def test_bos_of_a_base_model(tmp_path, nested):
     """What post_processor puts in front; what it puts behind would end the prompt."""
-    def name(t, i):
-        return {t: dict(id=t, ids=[i], tokens=[t])}
+    def puts(*single, of=258):
+        tokens = {t: dict(id=t, ids=[i], tokens=[t]) for t, i in (("<s>", of), ("</s>", 259))}
+        post = dict(type="TemplateProcessing", single=single, pair=single, special_tokens=tokens)
+        if nested:
+            post = dict(type="Sequence", processors=[BYTES, post])
+        return both(tmp_path, content | dict(post_processor=post))
 
     added = [dict(id=258, content="<s>"), dict(id=259, content="</s>")]
     content = spec([*tokenizer_py.BYTE_OF, "an", "ans"], ["a n", "an s"], added)
-    front, text, behind = ({"SpecialToken": dict(id="<s>", type_id=0)},
-                           {"Sequence": dict(id="A", type_id=0)},
-                           {"SpecialToken": dict(id="</s>", type_id=0)})
-    post = dict(type="TemplateProcessing", single=[front, text], pair=[front, text],
-                special_tokens=name("<s>", 258) | name("</s>", 259))
-    if nested:
-        post = dict(type="Sequence", processors=[BYTES, post])
-    content["post_processor"] = post
-    ours, theirs = both(tmp_path, content)
+    front, behind = ({"SpecialToken": dict(id=t, type_id=0)} for t in ("<s>", "</s>"))
+    text = {"Sequence": dict(id="A", type_id=0)}
+    ours, theirs = puts(front, text)
     assert ours.bos_ids == (258,)
     assert prompt_encoder(ours)("ans") == theirs.encode("ans\nAnswer:").ids
     assert ours.encode("ans") == theirs.encode("ans").ids[1:]
-    if not nested:
-        post["single"] = [text, behind]
-        ours, theirs = both(tmp_path, content)
-        assert ours.bos_ids == () and theirs.encode("ans").ids[-1] == 259
-        post["special_tokens"] = name("<s>", 999)
-        post["single"] = [front, text]
-        with refused("post_processor puts id 999 in front"):
-            both(tmp_path, content)
-    content["post_processor"] = dict(type="BertProcessing", sep=["</s>", 259],
-                                     cls=["<s>", 258])
+    ours, theirs = puts(text, behind)
+    assert ours.bos_ids == () and theirs.encode("ans").ids[-1] == 259
+    with refused("post_processor puts id 999 in front"):
+        puts(front, text, of=999)
+    content["post_processor"] = dict(type="BertProcessing", sep=["</s>", 259], cls=["<s>", 258])
     assert both(tmp_path, content)[0].bos_ids == (258,)
 
 
@@ -1110,18 +986,21 @@ def family(request, tmp_path):
     else:
         content["normalizer"] = {"type": "NFC"}
     stops = [ids[text] for text in stops.split()]
-    write(tmp_path, "tokenizer.json", content)
-    write(tmp_path, "tokenizer_config.json", config)
-    write(tmp_path, "config.json", dict(model_type="llama", eos_token_id=stops[0]))
-    write(tmp_path, "generation_config.json", dict(eos_token_id=stops))
+    save(tmp_path, tokenizer=content, tokenizer_config=config,
+         config=dict(model_type="llama", eos_token_id=stops[0]),
+         generation_config=dict(eos_token_id=stops))
     return name, str(tmp_path)
 
 
 @families(*FAMILIES)
 def test_families_equal_transformers(family):
-    """Ids of every sample that the template has arguments for; Llama's with a fixed day."""
+    """Ids of every sample that the template has arguments for, Llama's with a fixed day; they begin
+    once and stop where they should."""
     name, folder = family
+    _, _, _, stops, bos, end = FAMILIES[name]
     tok, hf = Tokenizer(folder), by_transformers(folder)
+    assert tok.stop_ids == tuple(sorted(tok.added[text] for text in stops.split()))
+    assert tok.notes == [] and tok.bos_ids == ((tok.added[bos],) if bos else ())
     assert {"qwen3": "enable_thinking",
             "llama-3.2": "date_string"}[name] in tok.template.variables
     seen = []
@@ -1134,29 +1013,15 @@ def test_families_equal_transformers(family):
             arguments = dict(date_string="26 Jul 2024") | arguments
         theirs = rendered(hf, talk, **dict(add_generation_prompt=True) | arguments)
         assert tok.chat(talk, **arguments) == theirs, what
+        assert theirs[0] == tok.added[bos or "<|im_start|>"]
+        assert not bos or theirs.count(tok.added[bos]) == 1
         seen.append(theirs)
     assert len({tuple(ids) for ids in seen}) == len(seen) - (name == "qwen3")  # thinks: the default
-
-
-@families(*FAMILIES)
-def test_families_begin_once_and_stop_where_they_should(family):
-    name, folder = family
-    _, _, _, stops, bos, end = FAMILIES[name]
-    tok = Tokenizer(folder)
-    assert tok.stop_ids == tuple(sorted(tok.added[text] for text in stops.split()))
-    assert tok.notes == []
-    for talk, arguments in list(SAMPLES.values())[:4]:
-        ids = tok.chat(talk, **arguments)
-        if bos:
-            assert ids[0] == tok.added[bos] and ids.count(tok.added[bos]) == 1
-            assert tok.bos_ids == (tok.added[bos],)  # for prompts without a template
-        else:
-            assert ids[0] == tok.added["<|im_start|>"] and tok.bos_ids == ()
     turns = tok.chat(TALK, add_generation_prompt=False)
     assert turns.count(tok.added[end]) == len(TALK) + (name == "llama-3.2")  # its system prompt
-    twice = prompt_encoder(tok)(f"{bos or '<|im_start|>'} a {end}")  # said by the user
-    assert [twice.count(i) for i in tok.added.values()] == [
-        prompt_encoder(tok)("a").count(i) for i in tok.added.values()]
+    ask = prompt_encoder(tok)
+    twice = ask(f"{bos or '<|im_start|>'} a {end}")  # said by the user
+    assert all(twice.count(i) == ask("a").count(i) for i in tok.added.values())
 
 
 @families("llama-3.2")
@@ -1211,6 +1076,10 @@ def vocabulary(**entries):
     return edit
 
 
+def model(**change):
+    return lambda d: d["model"].update(change)
+
+
 def pre(**step):
     return lambda d: d.update(pre_tokenizer=step)
 
@@ -1224,55 +1093,45 @@ BYTES = {"type": "ByteLevel", "add_prefix_space": False,
          "use_regex": False, "trim_offsets": True}
 LOWERCASE = {"type": "Sequence",
              "normalizers": [{"type": "NFC"}, {"type": "Lowercase"}]}
-REFUSED = {  # what the error says: the change that earns it
-    "model type 'Unigram' is not": lambda d: d["model"].update(type="Unigram"),
-    "byte_fallback=true is not": lambda d: d["model"].update(byte_fallback=True),
-    "end_of_word_suffix": lambda d: d["model"].update(end_of_word_suffix="</w>"),
-    "dropout": lambda d: d["model"].update(dropout=0.1),
-    "the vocabulary lacks token 'zz": lambda d: d["model"]["merges"].append(["zzz", "zzz"]),
+REFUSED = {  # what the error says: the kind whose file is changed, the change that earns it
+    "model type WordLevel is not": ("gpt2", lambda d: d.update(
+        model=dict(type="WordLevel", vocab={"a": 0}, unk_token="a"))),
+    "end_of_word_suffix='</w>' is": ("gpt2", model(end_of_word_suffix="</w>")),
+    "dropout=0.1": ("gpt2", model(dropout=0.1)),
+    "byte_fallback=true is not": ("gpt2", model(byte_fallback=True)),
     "byte_fallback=false is not supported for a pre_tokenizer without":
-        pre(type="Metaspace", replacement="▁"),
-    "Whitespace": pre(type="Whitespace"),
-    "Removed": split({"Regex": "a"}, "Removed", invert=True),
-    "pre_tokenizer without ByteLevel": lambda d: d.update(pre_tokenizer=None),
-    "merges is missing or null": lambda d: d["model"].pop("merges"),
-    "merges must be a list, got an object": lambda d: d["model"].update(merges={}),
-    "merge 0 is a list, must be two tokens": lambda d: d["model"]["merges"].insert(0, ["a"]),
-    "merge 0 is 'a b c', must be two": lambda d: d["model"]["merges"].insert(0, "a b c"),
-    "merge 0 is 7": lambda d: d["model"]["merges"].insert(0, 7),
-    "model type null": lambda d: d["model"].update(type=None),
-    "model must be an object, got a list": lambda d: d.update(model=[]),
-    "model is missing or null": lambda d: d.pop("model"),
-    "ignore_merges must be true or false, got 'no'":
-        lambda d: d["model"].update(ignore_merges="no"),
-    "entry 'qz' has id -1, must be": vocabulary(qz=-1),
-    "entry 'qz' has id true": vocabulary(qz=True),
-    "entry 'qz' has id 899.0": vocabulary(qz=899.0),
-    "entry 'qz' has id null": vocabulary(qz=None),
-    "entry 'qz' has id 1000000000000": vocabulary(qz=10 ** 12),
-    "and 'qz' both have id 5": vocabulary(qz=5),
-    "added token '<|endoftext|>' has id 5, must have 900": added_token(id=5),
-    "has id 10000000000000": added_token(id=10 ** 13),
-    "has id '900'": added_token(id="900"),
-    "has id -900": added_token(id=-900),
-    "added token '' has 0 characters": added_token(content=""),
-    "has 1000 characters": added_token(content="x" * 1000),
-    "content must be text, got 7": added_token(content=7),
-    "'<|im_end|>' stands there twice": added_token(content="<|im_end|>"),
-    "special must be true or false, got 'yes'": added_token(special="yes"),
-    "added_tokens must be a list, got an object": lambda d: d.update(added_tokens={}),
-    "added_tokens holds 7": lambda d: d["added_tokens"].append(7),
-    "normalizer must be an object, got 7": lambda d: d.update(normalizer=7),
-    "'type' is missing": lambda d: d.update(normalizer={"normalizers": []}),
-    "lstrip": lambda d: d["added_tokens"][0].update(lstrip=True),
-    "single_word": lambda d: d["added_tokens"][0].update(single_word=True),
-    "Unknown group flag": split({"Regex": "(?Z)("}),
-    "cannot read it": lambda d: d.update(normalizer={"type": "Nobodys"}),
+        ("gpt2", pre(type="Metaspace", replacement="▁", prepend_scheme="always", split=True)),
+    "without ByteLevel": ("gpt2", lambda d: d.update(pre_tokenizer=None)),
+    "Whitespace": ("gpt2", pre(type="Whitespace")),
+    "Removed": ("gpt2", split({"Regex": "a"}, "Removed", invert=True)),
+    "unk_token '<|endoftext|>' in place of": ("digits", model(unk_token="<|endoftext|>")),
+    "and 'qz' both have id 5": ("llama3", vocabulary(qz=5)),
+    "has id 4194304, must be below": ("llama3", vocabulary(qz=2**22)),
+    "'<|endoftext|>' has lstrip": ("llama3", added_token(lstrip=True)),
+    "rstrip": ("llama3", added_token(rstrip=True)),
+    "single_word": ("llama3", added_token(single_word=True)),
+    "'type' is missing": ("gpt2", lambda d: d.update(normalizer={"normalizers": []})),
+    "cannot read it: data did": ("gpt2", lambda d: d.update(normalizer={"type": "Nobodys"})),
+    "cannot read it: Token `zzz`": ("gpt2", lambda d: d["model"]["merges"].append(["zzz", "a"])),
+    "cannot read it: Missing": ("gpt2", lambda d: d["model"].pop("merges")),
+    "token <0x0A> is not": ("llama2", lambda d: d["model"]["vocab"].update(
+        {"<0x0G>": d["model"]["vocab"].pop("<0x0A>")})),
+    "decoder is missing": ("mistral", lambda d: d.pop("decoder")),
 }
+def shuffle(d):
+    """Ids need not follow the merge order."""
+    tokens = [t for t in d["model"]["vocab"] if t not in SPECIALS]
+    ids = [d["model"]["vocab"][t] for t in tokens]
+    random.Random(0).shuffle(ids)
+    d["model"]["vocab"] |= dict(zip(tokens, ids))
+
+
 READ = {  # what the tokenizers library reads: is it still of a kind that tiktoken runs?
     "a token beyond the alphabet": (vocabulary(**{"▁the": 899}), False),
     "a token that no merge makes": (vocabulary(qz=899), False),
     "a long token": (vocabulary(**{"q" * 20_000: 899}), True),
+    "shuffled ids": (shuffle, True),
+    "a pattern with gaps": (split({"Regex": r"\p{L}+"}), True),
     "use_regex": (split({"Regex": "a"}, use_regex=True), False),
     "a text to split at": (split({"String": "a"}), False),
     "merged with the next": (split({"Regex": "[ae]"}, "MergedWithNext", invert=True), False),
@@ -1288,7 +1147,7 @@ def test_reads_what_the_library_reads(folders, tmp_path, what):
     path = edited(folders["llama3"], tmp_path, edit=edit)
     tok, hf = Tokenizer(path), by_transformers(path)
     assert (type(tok.engine).__name__ == "Ranks") == by_tiktoken
-    texts = ["I said qz", "qqq" * 9999, *strings(300, seed=9, specials=SPECIALS)]
+    texts = ["I said qz", "qqq" * 9999, *strings(100, seed=9, specials=SPECIALS)]
     assert differing(tok, hf, texts) == []
     added = {*tok.added.values()}
     assert not any(added & {*tok.encode(text)} for text in [*texts, "<|IM_END|>"])
@@ -1296,125 +1155,46 @@ def test_reads_what_the_library_reads(folders, tmp_path, what):
 
 @pytest.mark.parametrize("says", REFUSED)
 def test_refuses_by_name(folders, tmp_path, says):
+    kind, edit = REFUSED[says]
     with pytest.raises(ValueError) as e:
-        Tokenizer(edited(folders["llama3"], tmp_path, edit=REFUSED[says]))
-    assert says in str(e.value) and "\n" not in str(e.value) and str(tmp_path) in str(e.value)
+        Tokenizer(edited(folders[kind], tmp_path, edit=edit))
+    assert says in str(e.value) and "\n" not in str(e.value)
+    assert str(e.value).startswith(f"{tmp_path}/tokenizer.json: ")
 
 
-def test_refuses_unknown_bytes_with_an_unk_token(folders, tmp_path):
-    def edit(d):
-        d["model"].update(unk_token="<|endoftext|>")
-
-    with refused("unk_token"):
-        Tokenizer(edited(folders["digits"], tmp_path, edit=edit))
-
-
-def test_missing_and_broken_files(folders, tmp_path):
-    path = edited(folders["gpt2"], tmp_path)
-    with open(os.path.join(path, "tokenizer.json"), "w") as f:
-        f.write("{")
-    with refused("tokenizer.json is not valid JSON"):
-        Tokenizer(path)
-    os.remove(os.path.join(path, "tokenizer.json"))
-    with pytest.raises(FileNotFoundError, match="no tokenizer.json"):
+@pytest.mark.parametrize("template, says", [
+    (7, "chat_template is 7, must be text"), ([7], "'int' object"), ([{"name": 5}], "name must be"),
+    ([{"name": "default"}], "template is missing"), ({}, "an object, must be text")])
+def test_templates_that_are_none(folders, tmp_path, template, says):
+    path = edited(folders["gpt2"], tmp_path, "tokenizer_config", chat_template=template)
+    with refused(f"tokenizer_config.json: [^\n]*{says}"):
         Tokenizer(path)
 
 
-JUNK = [None, True, -1, 1.5, 10 ** 12, float("nan"), "x", "", [], {}, [None],
-        {"a": None}, [[]], "\ud800", ["x", "y"], {"type": "Sequence"}, {"content": 5}]
-
-
-def places(value, path=()):
-    """The path to every value inside a JSON value, itself first."""
-    yield path
-    keys = []
-    if isinstance(value, dict):
-        keys = list(value)
-    elif isinstance(value, list):
-        keys = range(len(value))
-    for key in keys:
-        yield from places(value[key], (*path, key))
-
-
-def replaced(value, path, junk):
-    if not path:
-        return junk
-    value = copy.copy(value)
-    value[path[0]] = replaced(value[path[0]], path[1:], junk)
-    return value
-
-
-def junk_files():
-    post = dict(type="TemplateProcessing", single=[{"SpecialToken": {"id": "<e>", "type_id": 0}},
-                                                   {"Sequence": {"id": "A", "type_id": 0}}],
-                pair=[{"Sequence": {"id": "A", "type_id": 0}}],
-                special_tokens={"<e>": {"id": "<e>", "ids": [3], "tokens": ["<e>"]}})
-    split_step = dict(type="Split", pattern={"Regex": "c"}, behavior="Isolated",
-                      invert=False)
-    content = spec(["a", "b", "ab"], [["a", "b"]], [dict(id=3, content="<e>")])
-    content |= dict(post_processor=post, normalizer={"type": "Sequence", "normalizers": [
-        {"type": "NFC"}]}, pre_tokenizer={"type": "Sequence", "pretokenizers": [split_step, BYTES]})
-    return {"tokenizer.json": content, "config.json": {"eos_token_id": [3]},
-            "generation_config.json": {"eos_token_id": 3},
-            "tokenizer_config.json": {"eos_token": {"content": "<e>"}, "bos_token": "<e>",
-                                      "chat_template": [{"name": "default", "template": "aab"}]}}
-
-
-def test_whatever_json_the_files_hold(tmp_path, monkeypatch):
-    """Every value of every file in turn is replaced by junk: the tokenizer works or says in one
-    line which file is wrong."""
-    monkeypatch.setattr(tokenizer_py, "TemplateApart", tokenizer_py.Template)  # 600 processes
-    files = junk_files()
-    for name, content in files.items():
-        write(tmp_path, name, content)
-    assert Tokenizer(str(tmp_path)).chat([]) == [0, 2]
-    refused = dict.fromkeys(files, 0)
-    for name, content in files.items():
-        for path, junk in itertools.product(places(content), JUNK):
-            with open(tmp_path / name, "w") as f:
-                json.dump(replaced(content, path, junk), f)
-            try:
-                tok = Tokenizer(str(tmp_path))
-            except ValueError as e:
-                assert "\n" not in str(e) and len(str(e)) < 700
-                assert any(file in str(e) for file in files), (path, junk, e)
-                refused[name] += 1
-                continue
-            tok.encode("ab<e>", special=True)
-            assert tok.decode(range(len(tok)) if not tok.absent else []) is not None
-            assert len(tok) < 10 and len(tok.absent) < 10
-        write(tmp_path, name, content)
-    assert all(refused.values()) and refused["tokenizer.json"] > 300
-
-
-def test_files_that_are_none(tmp_path):
-    """A folder, a pipe, deep nesting, other encodings, a large file."""
+def test_missing_and_broken_files(tmp_path):
     both(tmp_path, spec())
     file = tmp_path / "tokenizer.json"
-    for content in (b"[" * 100_000, b'{"model": ' * 100_000, b"\xff\xfe{\0}\0", b"null",
-                    b"[]", b"7", b'{"model": ' + b"9" * 5000 + b"}"):
-        file.write_bytes(content)
-        with refused("tokenizer.json"):
-            Tokenizer(str(tmp_path))
+    file.write_text("{")
+    with refused("tokenizer.json is not valid JSON"):
+        Tokenizer(str(tmp_path))
     with open(file, "wb") as f:
         f.truncate(2 ** 31)  # takes no room on disk
     with refused("tokenizer.json has 2,147,483,648 bytes"):
         Tokenizer(str(tmp_path))
-    for make in (os.mkdir, os.mkfifo):
-        os.rename(file, tmp_path / f"before-{make.__name__}")
-        make(file)
-        with pytest.raises(FileNotFoundError,
-                           match="tokenizer.json .* is no regular file"):
-            Tokenizer(str(tmp_path))
+    file.unlink()
+    with pytest.raises(FileNotFoundError, match="no tokenizer.json"):
+        Tokenizer(str(tmp_path))
+    os.mkfifo(file)
+    with pytest.raises(FileNotFoundError, match="tokenizer.json .* is no regular file"):
+        Tokenizer(str(tmp_path))
 
 
-def test_command_line(folders, capsys):
+def test_command_line(folders, tmp_path, capsys):
     tokenizer_py.main(folders["qwen"], "the key", "<|im_end|>")
     out = capsys.readouterr().out
     assert "tokens -> 'the key <|im_end|>'" in out and "'<|im_end|>'" in out.splitlines()[0]
-
-
-def test_command_line_refuses_in_one_line(folders, tmp_path):
-    path = edited(folders["qwen"], tmp_path, edit=lambda d: d["model"].pop("vocab"))
-    with ends("error: .*tokenizer.json: vocab is missing"):
+    path = edited(folders["qwen"], tmp_path, edit=lambda d: d.pop("model"))
+    with pytest.raises(SystemExit, match="error: .*tokenizer.json: .*cannot read it"):
         tokenizer_py.main(path)
+
+
