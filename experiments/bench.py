@@ -1119,7 +1119,7 @@ def evict(report, name, work, lengths, budgets, steps, cards):
             "sampling by what the cache keeps",
             "keys tokens_s rollout_s ratio step_ms prefill_s share peak_gb kv_mb",
             model=name, prompts=f"{work.B} x {work.G}", prompt=P, new_tokens=R,
-            timed=f"one prefill pass; {steps} steps in the middle of the response, with "
+            timed=f"one prefill pass; {steps} steps amid the response, with "
             "random keys in the cache, median of 3; tokens/s follows from both")
         for arm, eviction in arms.items():
             report.add(arm, attempt(
