@@ -59,6 +59,11 @@ def run_here(folder, words):
     runpy.run_path(script, run_name="__main__")
 
 
+def as_one_rank(folder, args):
+    os.chdir(folder)
+    train.main(args)
+
+
 def run(folder, line):
     """A command of a sh block. -> exit code, what it printed"""
     program, *words = shlex.split(line, comments=True)
@@ -76,7 +81,7 @@ def run(folder, line):
     words = [re.sub("^--model=[A-Z].*", f"--model={folder}/model", word) for word in words]
     if ranks:
         assert words[0] == "train.py"
-        codes, texts = Ranks(2, folder, run_here, (str(folder), words)).wait()
+        codes, texts = Ranks(2, folder, as_one_rank, (str(folder), words[1:])).wait()
         return max(codes), texts[0]
     printed = os.path.join(folder, "printed.txt")
     start = os.path.getsize(printed) if os.path.exists(printed) else 0

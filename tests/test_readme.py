@@ -18,7 +18,6 @@ import train
 from conftest import share_of_digits
 from data import tasks
 from data.answers import RULES
-from data.files import read_problems
 from data.tokenizer import Tokenizer
 from experiments import plan
 from experiments.logs import load, results
@@ -73,22 +72,19 @@ NAMES = {0: "p0", 1: "p1", 2: "p2", 3: "p3", 10: "a0", 11: "a1", 20: "b0", 21: "
 def as_written(packed, rollout):
     """The lines of the README's table for a packed rollout."""
     until = packed.until[0, 0].tolist()
-    predicts = [{} for _ in until]  # of each row: policy -> tokens
+    predicts = [{} for _ in until]  # of each row: tokens -> policies
     for policy, rows in packed.rows.items():
+        by_row = {}
         for token, row in zip(rollout.tokens.flatten().tolist(), rows.flatten().tolist()):
-            predicts[row].setdefault(policy, []).append(NAMES[token])
-    lines = []
+            by_row.setdefault(row, []).append(NAMES[token])
+        for row, tokens in by_row.items():
+            predicts[row].setdefault(" and ".join(tokens), []).append(policy)
+    written = []
     for i, (token, pos) in enumerate(zip(packed.ids.tolist(), packed.pos.tolist())):
         sees = "".join(str(int(j <= i < until[j])) for j in range(len(until)))
-        what = "-"
-        if len(predicts[i]) == 2:
-            assert predicts[i]["dense"] == predicts[i]["shadow"]
-            what = " and ".join(predicts[i]["dense"]) + ", dense and shadow"
-        elif predicts[i]:
-            (policy, tokens), = predicts[i].items()
-            what = f"{' and '.join(tokens)}, {policy}"
-        lines.append([str(i), NAMES[token], str(pos), str(until[i]), sees, what])
-    return lines
+        what = [", ".join([tokens, " and ".join(of)]) for tokens, of in predicts[i].items()]
+        written.append([str(i), NAMES[token], str(pos), str(until[i]), sees, *(what or "-")])
+    return written
 
 
 @pytest.mark.parametrize("pack", [grpo.pack, grpo.pack_by_hand])
@@ -162,17 +158,6 @@ def test_your_task_and_reward(example):
         assert tasks.reward(p, str(min(prices))) == 0.0
 
 
-def test_a_file_of_problems(tmp_path):
-    """As the README describes it: no code at all."""
-    path = tmp_path / "mine.jsonl"
-    lines = [json.dumps({"prompt": f"Say {i}.", "answer": str(i)}) for i in range(20)]
-    path.write_text("\n".join(lines))
-    problems = read_problems(str(path))
-    assert len(problems) == 20
-    assert tasks.reward(problems[7], "I say 7") == 1.0
-    assert tasks.reward(problems[7], "I say 8") == 0.0
-
-
 def test_your_objective(example, tmp_path, monkeypatch, capsys):
     names = example(2, train)
     assert names["Reinforce"].value is None
@@ -230,52 +215,39 @@ def test_the_tests_take_what_is_pasted(tmp_path):
 
 # size, links, commands, numbers
 
-def test_the_readme_is_short():
-    assert len(read("README.md").split()) <= 2500
-    assert "](docs/mask.png)" in read("README.md")
+OWN = set("""seconds runs help seeds first jobs threads out keep table compare lean update stage
+    lengths layers quick prompt key dots bases stop n device seed system logdir shape
+    standalone nproc_per_node nnodes rdzv_endpoint shutdown numa""".split())  # the last: torchrun's
 
 
 @pytest.mark.parametrize("page", PAGES)
-def test_links_lead_somewhere(page):
-    for link in re.findall(r"\]\(([^)\s]+)\)", read(page)):
+def test_what_a_page_names_exists(page):
+    """Links, files, commands and options."""
+    text, paths = read(page), []
+    for link in re.findall(r"\]\(([^)\s]+)\)", text):
         if link.startswith("https://"):
             continue
         path, _, anchor = link.partition("#")
         target = os.path.normpath(os.path.join(os.path.dirname(page), path)) if path else page
-        assert os.path.exists(os.path.join(ROOT, target)), link
+        paths.append(target)
         if anchor:
             titles = [title.lower() for title in re.findall(r"^#+ (.*)$", read(target), re.M)]
             anchors = [re.sub(r"[^\w -]", "", title).replace(" ", "-") for title in titles]
             assert anchor in anchors, link
-
-
-@pytest.mark.parametrize("page", PAGES)
-def test_files_that_are_named_exist(page):
     folders = "results|docs|data|config|tests|fast|support|experiments|objectives"
-    for path in re.findall(rf"`((?:{folders})/[^`*{{]*)`", read(page)):
+    paths += re.findall(rf"`((?:{folders})/[^`*{{]*)`", text)
+    paths += re.findall(r"config/\w+\.py", text)
+    paths += [f"config/{name}.py" for group in re.findall(r"config/\{([\w,]+)\}\.py", text)
+              for name in group.split(",")]
+    paths += [file for file in re.findall(
+        r"python (\w+\.py)", text.replace("level: `python ablate.py`", ""))
+        if f"is `{file}`" not in text]
+    for path in paths:
         assert os.path.exists(os.path.join(ROOT, path)), path
-
-
-@pytest.mark.parametrize("page", PAGES)
-def test_commands_and_options_exist(page):
-    text = read(page)
     for module in re.findall(r"python -m ([\w.]+)", text):
         assert importlib.util.find_spec(module), module
-    for file in re.findall(r"python (\w+\.py)", text.replace("level: `python ablate.py`", "")):
-        assert os.path.exists(os.path.join(ROOT, file)) or f"is `{file}`" in text, file
-    own = {"seconds", "runs", "help", "seeds", "first", "jobs", "threads", "out", "keep", "table",
-           "compare", "lean", "update", "stage", "lengths", "layers", "quick", "prompt", "key",
-           "dots", "bases", "stop", "n", "device", "seed",
-           "system", "logdir", "shape", "bugdet",  # the last is a slip, which is refused
-           # of torchrun
-           "standalone", "nproc_per_node", "nnodes", "rdzv_endpoint", "shutdown", "numa"}
-    for key in re.findall(r"--(\w+)", text):
-        assert key in train.DEFAULTS or key in own, key
-    for name in re.findall(r"config/(\w+)\.py", text):
-        assert os.path.exists(os.path.join(ROOT, "config", name + ".py")), name
-    for group in re.findall(r"config/\{([\w,]+)\}\.py", text):
-        for name in group.split(","):
-            assert os.path.exists(os.path.join(ROOT, "config", name + ".py")), name
+    # a slip, which is refused, is among them
+    assert {*re.findall(r"--(\w+)", text)} <= OWN | {*train.DEFAULTS, "bugdet"}
 
 
 def test_line_counts_are_about_right():
@@ -286,22 +258,21 @@ def test_line_counts_are_about_right():
         assert abs(len(read(name).splitlines()) - int(lines)) <= 0.1 * int(lines), name
 
 
-def log(name):
-    with open(os.path.join(ROOT, name)) as f:
-        return [json.loads(line) for line in f]
+def lines(name):
+    """The rows of a log."""
+    return [json.loads(line) for line in read(name).splitlines()]
 
 
 def last_lines(log):
     """What a run prints at its end, of the first held-out problem and of both rewards."""
-    first, last = log[0], log[-1]
-    was, now = first["texts"][0], last["texts"][0]
-    lines = [f"the first held-out problem: {was['question']}",
-             f"  right answer          {was['answer']}"]
+    was, now = log[0]["texts"][0], log[-1]["texts"][0]
+    said = [f"the first held-out problem: {was['question']}",
+            f"  right answer          {was['answer']}"]
     for when, found in (("before", was), ("after", now)):
         for cache in ("compressed", "dense"):
-            lines.append(f"  {when + ', ' + cache:20}  {found[cache].strip()!r}, reward "
-                         f"{found['reward_' + cache]:.2f}")
-    return "\n".join([*lines, last_line(log)]) + "\n"
+            said.append(f"  {when + ', ' + cache:20}  {found[cache].strip()!r}, reward "
+                        f"{found['reward_' + cache]:.2f}")
+    return "\n".join([*said, last_line(log)]) + "\n"
 
 
 def last_line(log):
@@ -312,28 +283,24 @@ def last_line(log):
 
 
 def test_the_output_one_should_see_is_the_logs():
-    run = log("results/default-cpu/two-threads.jsonl")
+    run = lines("results/default-cpu/two-threads.jsonl")
     first, second, *_ = blocks(section(read("README.md"), "Run it"))[1:]
     assert first == last_lines(run)
-    naive = last_line(log("results/default-cpu/naive-0.jsonl"))
-    assert second == naive + "\n" and first.endswith(last_line(run) + "\n") and naive not in first
+    naive = last_line(lines("results/default-cpu/naive-0.jsonl"))
+    assert second == naive + "\n" and naive not in first
     step, = blocks(section(read("README.md"), "A step's log line"))
     whole = show(next(r for r in run if "grad_norm" in r))
     assert step.endswith(" | ...\n") and whole.startswith(step.removesuffix("...\n"))
 
 
-def evict():
-    """{(prompt, response): {name: row}} of bench evict."""
-    with open(os.path.join(ROOT, "results", "bench-evict-qwen2.5-0.5b-h200.json")) as f:
-        tables_of = json.load(f)["tables"]
-    return {(t["facts"]["prompt"], t["facts"]["new_tokens"]): {r["name"]: r for r in t["rows"]}
-            for t in tables_of if "new_tokens" in t["facts"]}
-
-
 @pytest.mark.parametrize("page, prompts", [("README.md", 1024), ("docs/speed.md", None)])
 def test_what_eviction_buys_is_that_of_the_log(page, prompts):
     """Every row: tokens a second and peak GB of the evicting cache and of the dense one."""
-    found = evict()
+    found = {}
+    for table in bench("evict-qwen2.5-0.5b"):
+        facts = table["facts"]
+        if "new_tokens" in facts:
+            found[facts["prompt"], facts["new_tokens"]] = {r["name"]: r for r in table["rows"]}
     rows = [cells(line) for line in section(read(page), "What eviction buys").splitlines()
             if re.match(r"\| [\d,]+ \|", line)]
     for row in rows:
@@ -349,14 +316,12 @@ def test_what_eviction_buys_is_that_of_the_log(page, prompts):
 def test_ten_lines_of_python(capsys):
     """What the README's first Python prints: the dense learner is far from the sampler, the shadow
     learner is not."""
-    code, = blocks(section(read("README.md"), "Run it"), "python")
-    exec(code, {})
-    printed = dict(line.split() for line in capsys.readouterr().out.splitlines())
-    shown = blocks(section(read("README.md"), "Run it"))[-1]
-    said = dict(line.split() for line in shown.splitlines())
+    part = section(read("README.md"), "Run it")
+    exec(*blocks(part, "python"), {})
+    printed, said = (dict(line.split() for line in text.splitlines())
+                     for text in (capsys.readouterr().out, blocks(part)[-1]))
     assert printed.keys() == said.keys() == {"dense", "shadow"}
-    for name in said:
-        assert 0.1 < float(printed[name]) / float(said[name]) < 10
+    assert all(0.1 < float(printed[name]) / float(said[name]) < 10 for name in said)
     assert float(printed["shadow"]) < 1e-4 < 1 < float(printed["dense"])
 
 
@@ -419,27 +384,25 @@ def test_the_table_of_arms_is_that_of_the_logs(page, title, folder, arms):
         assert row[4] == found["Training"][name][3].split(", ")[-1], arm
 
 
-def mean_and_seeds(folder, label):
-    """What a page says of an arm's rewards under both caches, and of its gap."""
-    found = tables(f"results/{folder}/table.md")
-    name, = [name for name in found["Served compressed"]
-             if re.sub(r" lr=\S+", "", name) == label]
-    both = [found[cache][name] for cache in ("Served compressed", "Served dense")]
-    return [f"{row[2].split()[0]} ({row[3]})" for row in both], found["Training"][name][3]
-
-
 @pytest.mark.parametrize("title, folder, number", [
     ("All arms", "main", 11), ("The KL's weight", "weights", 9),
     ("Other budgets and methods", "budgets methods", 17), ("600 steps", "long", 2)])
 def test_the_smaller_tables_are_those_of_the_logs(title, folder, number):
-    rows, seen = rows_of(section(read("docs/results.md"), title)), 0
-    for label, row in rows.items():
+    """Rewards under both caches with those of each seed, and of the main arms the gap."""
+    seen = 0
+    for label, row in rows_of(section(read("docs/results.md"), title)).items():
         if label != "arm" and not label.startswith("---"):
-            budget = label.endswith(("=84", "=120"))
-            where = folder if " " not in folder else ("budgets" if budget else "methods")
-            both, gap = mean_and_seeds(where, label)
-            assert both == (row[2:4] if folder == "main" else row[1:3]), label
-            assert folder != "main" or row[4] == gap.split(", ")[-1], label
+            where = folder
+            if " " in folder:
+                where = "budgets" if label.endswith(("=84", "=120")) else "methods"
+            found = tables(f"results/{where}/table.md")
+            name, = [name for name in found["Training"] if re.sub(r" lr=\S+", "", name) == label]
+            both = [found[cache][name] for cache in ("Served compressed", "Served dense")]
+            said = [f"{each[2].split()[0]} ({each[3]})" for each in both]
+            if folder == "main":
+                assert row[2:5] == [*said, found["Training"][name][3].split(", ")[-1]], label
+            else:
+                assert row[1:3] == said, label
             seen += 1
     assert seen == number
 
@@ -460,8 +423,7 @@ def test_the_bases_are_those_of_the_logs():
 
 
 def test_the_gold_prefix_is_that_of_the_log():
-    with open(os.path.join(ROOT, "results", "forced.json")) as f:
-        found = json.load(f)
+    found = json.loads(read("results/forced.json"))
     rows = rows_of(section(read("docs/results.md"), "What the dense policy lacks"))
     for name, (kinds, _) in found.items():
         label = "before training" if name == "data/tiny" else name.split("/")[1].split(",")[0]
@@ -529,7 +491,7 @@ def test_the_pilot_of_gsm8k_is_that_of_the_logs():
     rows = gsm8k("*First plan")
     for length, keys in ((256, 128), (256, 96), (256, 64), (256, 48), (256, 32), (256, 24),
                          (512, 96), (512, 64), (512, 48), (512, 32)):
-        first, step = log(f"results/gsm8k/pilot/{length}-{keys}.jsonl")[:2]
+        first, step = lines(f"results/gsm8k/pilot/{length}-{keys}.jsonl")[:2]
         assert rows[f"{length}, {keys}"][1:] == [
             f"{first['eval_compressed']:.3f}", f"{first['eval_dense']:.3f}",
             f"{step['accept_p05']:.2f}"]
@@ -625,7 +587,7 @@ def test_an_arm_of_gsm8k_alone_is_that_of_its_log():
     arms = sorted(name.removesuffix(".jsonl") for name in os.listdir("results/gsm8k/alone"))
     assert arms == ["bypass", "dense", "naive", "shadow", "smd"]
     for arm in arms:
-        steps = [row for row in log(f"results/gsm8k/alone/{arm}.jsonl") if row["kind"] == "step"]
+        steps = [row for row in lines(f"results/gsm8k/alone/{arm}.jsonl") if row["kind"] == "step"]
         sampling, learning = (statistics.median(row[key] for row in steps[-6:])
                               for key in ("rollout_s", "learn_s"))
         peak = max(row["peak_gb"] for row in steps)
@@ -637,18 +599,16 @@ def test_the_kept_samples_of_gsm8k_earn_what_they_earned():
     """The rule for numbers was made stricter after these runs; ordinary answers earn the same."""
     seen = []
     for name in sorted(os.listdir("results/gsm8k/samples")):
-        for line in read(f"results/gsm8k/samples/{name}").splitlines():
-            match = re.fullmatch(r">>> (.*) \(answer (.*)\) reward (.*)", line)
-            if match:
-                text = ast.literal_eval(match[1]).removesuffix("<|im_end|>")
-                seen.append((RULES["number"](text, match[2]), float(match[3])))
+        for text, answer, want in re.findall(r"^>>> (.*) \(answer (.*)\) reward (.*)$",
+                                             read(f"results/gsm8k/samples/{name}"), re.M):
+            text = ast.literal_eval(text).removesuffix("<|im_end|>")
+            seen.append((RULES["number"](text, answer), float(want)))
     assert len(seen) == 24 * 9 and all(got == want for got, want in seen)
     assert {want for _, want in seen} == {0, 1}
 
 
 def bench(name):
-    with open(f"results/bench-{name}-h200.json") as f:
-        return json.load(f)["tables"]
+    return json.loads(read(f"results/bench-{name}-h200.json"))["tables"]
 
 
 def test_lora_is_that_of_the_logs():
