@@ -13,14 +13,13 @@ An arm is a config file, or several joined by +, named after the last; options i
 quotes are its own and part of its name ("shadow budget=32"). All other --key=value are for
 every arm and go to train.py; --help lists them.
 
-The idea. One process of train.py per run, so that a run that fails takes no other with it
-and can be repeated by hand. What was finished is never run again and what was begun goes
-on: after an interrupt, or with more seeds, say the same command. Ctrl-C, SIGTERM and SIGHUP
-go on to every run, which saves; on Linux they also do when this program is killed. On GPUs
-each run gets the card with the fewest others; with more jobs than cards they share, and minutes
-are then no measure of speed. A finished run needs only log.jsonl and config.json: ckpt.pt, model/
-and best/ may be deleted, which --lean=True does at its end (model/ alone would be written
-again).
+The idea. One process of train.py per run, so that a run that fails takes no other with it and can
+be repeated by hand. What was finished is never run again and what was begun goes on: after an
+interrupt, or with more seeds, say the same command. Ctrl-C, SIGTERM and SIGHUP go on to every run,
+which saves; on Linux they also do when this program is killed. On GPUs each run gets the card with
+the fewest others; with more jobs than cards they share, and minutes are then no measure of speed. A
+finished run needs only log.jsonl and config.json: ckpt.pt, model/ and best/ may be deleted, which
+--lean=True does at its end (model/ alone would be written again).
 
 --keep writes the logs in small, from which --table gives the same table (logs.py). Runs that did
 not end count nowhere and are named under the table.

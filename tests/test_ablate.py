@@ -264,6 +264,7 @@ def test_contents_of_finished_runs_are_compared(tmp_path):
     The control did not note what it read."""
     task, moved, M, run = (tmp_path / x for x in ("t.jsonl", "moved.jsonl", "M", "run"))
     task.write_text("a")
+    moved.write_text("a")
     shutil.copytree(train.TINY, M)
 
     def wanted(**changes):
@@ -272,7 +273,7 @@ def test_contents_of_finished_runs_are_compared(tmp_path):
 
     was = vars(wanted())
     put(run, made(4), **was, identity=identity_of(wanted(), str(M)))
-    moved.write_text("a")
+    put(tmp_path / "old", made(4), **was)
     for c in (wanted(), wanted(task=str(moved))):
         assert ablate.decide(run, c) is None
     with pytest.raises(ValueError, match="^model was .*/M' in the run"):  # weights may differ
@@ -282,11 +283,8 @@ def test_contents_of_finished_runs_are_compared(tmp_path):
         file.write_bytes(before + b" ")
         with pytest.raises(ValueError, match=f"^{key} .* has other contents now than when"):
             ablate.decide(run, wanted())
-        put(tmp_path / "old", made(4), **was)
         assert ablate.decide(tmp_path / "old", wanted()) is None
         file.write_bytes(before)
-    put(run, made(4), **was, identity=None)
-    assert ablate.decide(run, wanted()) is None
     put(run, made(4), **was, identity=[])
     with pytest.raises(ValueError, match="config.json: identity must be an object, got a"):
         ablate.decide(run, wanted())
@@ -327,35 +325,38 @@ def fake(tmp_path, monkeypatch):
 
 def test_a_failing_run_stops_no_other(fake, capsys):
     out, run = fake
+
+    def done(*argv):
+        """-> exit code, which runs were done"""
+        code, calls = run(*argv)
+        return code, [args[0][7:-3] + args[2] for args, *_ in calls]
+
     code, calls = run("--seeds=2", "--jobs=4", "--threads=2")
     said = capsys.readouterr().out
     assert code == 1 and len(calls) == 4 and {threads for _, threads, _ in calls} == {"2"}
     assert sorted(card for *_, card in calls) == ["3", "3", "5", "5"]  # four workers, two cards
     failure = "naive seed 1: failed after 0.0 min: error: the update is not finite (exit code 1"
     assert failure in said and said.count(" ended after ") == 3
-    args = next(args for args, *_ in calls if "--seed=1" in args and "config/naive.py" in args)
-    assert args == ["config/naive.py", "--steps=12", "--seed=1",
-                    f"--out_dir={out / 'naive' / '1'}", "--overwrite=True"]
+    args = next(args for args, *_ in calls if "--seed=1" in args and NAIVE in args)
+    assert args == [NAIVE, "--steps=12", "--seed=1", f"--out_dir={out / 'naive' / '1'}",
+                    "--overwrite=True"]
     text = (out / "table.md").read_text()
     assert "**Not finished, and counted nowhere: naive seed 1.**" in text and text in said
     assert cells(text)["naive"]["seeds"] == "1 of 2" and cells(text)["shadow"]["seeds"] == "2"
     (out / "mended").touch()
-    code, calls = run("--seeds=3", "--jobs=1")  # the failed one again, a third seed, nothing else
-    done = [args[0][7:-3] + args[2] for args, *_ in calls]
-    assert code == 0 and done == ["naive--seed=1", "naive--seed=2", "shadow--seed=2"]
-    assert {(threads, card) for _, threads, card in calls} == {("1", "3")}
+    assert done("--seeds=3", "--jobs=1") == (0, [  # the failed one again, a third seed
+        "naive--seed=1", "naive--seed=2", "shadow--seed=2"])
     assert "Not finished" not in (out / "table.md").read_text()
     assert run("--seeds=3") == (0, [])
-    code, calls = run("--seeds=2", "--first=2")  # seeds 2, 3, of which one is there
-    done = [args[0][7:-3] + args[2] for args, *_ in calls]
-    assert code == 0 and done == ["naive--seed=3", "shadow--seed=3"]
+    # seeds 2, 3, of which one is there
+    assert done("--seeds=2", "--first=2") == (0, ["naive--seed=3", "shadow--seed=3"])
     assert cells((out / "table.md").read_text())["naive"]["seeds"] == "4"
     code, calls = run("--seeds=3", "--lr=1e-5")
     assert code.startswith("error: lr was 0.0006 in the run") and not calls
-    code, calls = run("--seeds=1", "--steps=13")  # longer: what cannot go on starts again
-    assert code == 0 and len(calls) == 2 and main("--table", f"--out={out}") == 0
-    text = (out / "table.md").read_text()
-    assert "counted nowhere: naive seed 1, naive seed 2, naive seed 3, shadow seed 1" in text
+    # longer: what cannot go on starts again
+    assert done("--seeds=1", "--steps=13") == (0, ["naive--steps=13", "shadow--steps=13"])
+    assert ("counted nowhere: naive seed 1, naive seed 2, naive seed 3, shadow seed 1"
+            in tabled(out))
 
 
 def test_lean_runs_keep_their_logs_alone(fake):
@@ -560,15 +561,17 @@ def test_names_and_lines_that_a_terminal_would_obey(tmp_path, capsys):
     assert "error: \\x1b]0;\\x07 \\u202e\\x9b2J (exit code 1" in line
 
 
-def test_a_clock_that_goes_back(fake, capsys, monkeypatch):
+def test_a_run_that_ends_without_a_log_has_failed(fake, capsys, monkeypatch):
+    """And a clock that goes back gives no negative minutes."""
     out, run = fake
-    (out / "mended").touch()
-    moment = time.time()
-    clock = iter(range(10**6))
-    monkeypatch.setattr(time, "time", lambda: moment - 3600 * next(clock))
-    assert run("--seeds=1")[0] == 0
+    clock = iter(range(10**6, 0, -3600))
+    monkeypatch.setattr(time, "time", lambda: next(clock))
+    (out / "fake.py").write_text("print('I did nothing')")
+    monkeypatch.setattr(ablate, "TRAIN", str(out / "fake.py"))
+    assert run("--seeds=1")[0] == 1
     said = capsys.readouterr().out
-    assert said.count("ended after 0.") == 2 and " ended after -" not in said
+    assert said.count("log.jsonl is missing, or is no regular file") == 2
+    assert said.count(" failed after 0.") == 2
 
 
 def test_one_folder_belongs_to_one_process(fake):
@@ -588,36 +591,20 @@ def test_what_cannot_be_printed_stops_nothing(fake, monkeypatch):
     (out / "mended").touch()
     read_end, write_end = os.pipe()
     os.close(read_end)
-    with monkeypatch.context() as m, open(write_end, "w") as broken:
-        m.setattr(sys, "stdout", broken)
-        code, calls = run("--seeds=1")
-    assert code == 0 and len(calls) == 2 and (out / "table.md").exists()
     text = io.TextIOWrapper(io.BytesIO(), encoding="ascii")
-    with monkeypatch.context() as m:
-        m.setattr(sys, "stdout", text)
-        assert run("--seeds=2", "config/naive.py --task=\u00fc.jsonl")[0] == 0
-    assert "| naive task=\\xfc.jsonl | 2 |" in text.buffer.getvalue().decode()
-    with monkeypatch.context() as m:
-        m.setattr(sys, "stdout", None)  # closed before the start
-        assert run("--seeds=2") == (0, [])
-
-
-def test_a_run_that_ends_without_a_log_has_failed(fake, capsys, monkeypatch):
-    out, run = fake
-    (out / "fake.py").write_text("print('I did nothing')")
-    monkeypatch.setattr(ablate, "TRAIN", str(out / "fake.py"))
-    assert run("--seeds=1")[0] == 1
-    assert capsys.readouterr().out.count("log.jsonl is missing, or is no regular file") == 2
+    with open(write_end, "w") as broken:
+        for stdout, argv in ((broken, []), (text, [f"{NAIVE} --task=\u00fc.jsonl"]), (None, [])):
+            with monkeypatch.context() as m:  # None: closed before the start
+                m.setattr(sys, "stdout", stdout)
+                assert run("--seeds=1", *argv)[0] == 0
+    assert "| naive task=\\xfc.jsonl | 1 |" in text.buffer.getvalue().decode()
 
 
 def test_runs_of_an_arm_are_spread_over_the_cards():
     working = []
-    for seed in range(2):
-        for arm in ("dense", "smd"):  # as many arms as cards
-            name = f"{arm} seed {seed}"
-            working.append((name, ablate.freest(["3", "5"], name, working)))
+    for name in ("dense seed 0", "smd seed 0", "dense seed 1", "smd seed 1"):
+        working.append((name, ablate.freest(["3", "5"], name, working)))
     assert [card for _, card in working] == ["3", "5", "5", "3"]
-    assert ablate.freest(["3", "5"], "tis seed 0", working[1:]) == "3"  # the one with fewer runs
     full = [("a seed 0", "3"), ("b seed 0", "5"), ("c seed 0", "5")]
     assert ablate.freest(["3", "5"], "a seed 1", full) == "3"  # fewer runs, though of its own arm
     assert ablate.freest([], "smd seed 0", []) is None
@@ -950,28 +937,24 @@ def test_comparisons_are_written_down_before_the_runs(fake, tmp_path, monkeypatc
     assert list(logs.recorded(str(out))) == ["naive", "shadow"]
     table = (out / "table.md").read_text()
     assert "**Comparisons**, named before the first run: " in table
-    other = "--compare=naive/shadow/dense"
+    other, new = "--compare=naive/shadow/dense", tmp_path / "new"
     for folder in (out, kept):  # named once, they stay
         assert tabled(folder) == table
-        code = main("--table", f"--out={folder}", other)
-        assert code.startswith(f"error: compare was {both!r} in {str(folder)!r}, now it is")
-    assert run("--seeds=3", other)[0].startswith("error: compare was")
-    new = tmp_path / "new"
-    code = main(NAIVE, "config/shadow.py", f"--out={new}", f"--keep={kept}", other)
-    assert code.startswith(f"error: compare was {both!r} in {str(kept)!r}")
-    assert not new.exists()
+        for argv in (["--table", f"--out={folder}"],
+                     [NAIVE, "config/shadow.py", f"--out={new}", f"--keep={folder}"]):
+            code = main(*argv, other)
+            assert code.startswith(f"error: compare was {both!r} in {str(folder)!r}, now it is")
+    assert run("--seeds=3", other)[0].startswith("error: compare was") and not new.exists()
 
 
 def test_comparisons_named_late_say_so(fake):
     out, run = fake
-    (out / "mended").touch()
     assert run("--seeds=1")[0] == 0 and logs.compared(str(out)) is None
     assert "Comparisons" not in (out / "table.md").read_text()
-    assert run("--seeds=2", "--compare=naive/shadow/dense")[0] == 0
-    table = (out / "table.md").read_text()
-    assert "**Comparisons**, named after 2 runs had begun: " in table
-    assert run("--seeds=2", "--compare=naive/shadow/dense") == (0, [])
-    assert (out / "table.md").read_text() == table
+    for _ in range(2):  # of seed 1 naive fails, both times
+        assert run("--seeds=2", "--compare=naive/shadow/dense")[0] == 1
+        table = (out / "table.md").read_text()
+        assert "**Comparisons**, named after 2 runs had begun: " in table
 
 
 # files of others

@@ -34,8 +34,7 @@ SIGN = torch.tensor([[1.0, -1.0], [-1.0, -1.0]])
 
 
 def measured(model, r, logp, n, layer=None):
-    """-> {arm: log |g|^2 (B, G)}, {arm: log |mean g|^2}, log W (B, G), for the first n
-    tokens"""
+    """-> {arm: log |g|^2 (B, G)}, {arm: log |mean g|^2}, log W (B, G), for the first n tokens"""
     log_w = (logp["dense"].double() - r.logp_roll.double()).cumsum(-1)[..., n - 1]
     part = variance.cut(r, n)
     weights = variance.token_weights(logp["dense"][..., :n], part)
