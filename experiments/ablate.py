@@ -450,14 +450,9 @@ def small(x):
     return re.sub("e-0*", "e-", f"{x:.0e}")
 
 
-def mean_of(values, show="{:.3f}".format):
-    """Their mean as text, nothing of nothing."""
-    return show(fmean(values)) if values else ""
-
-
-def pair(mean, p05):
-    """Means over seeds, nothing where they were not logged."""
-    return f"{fmean(mean):.3f}, {fmean(p05):.3f}" if mean and p05 else ""
+def means(*lists, show="{:.3f}".format):
+    """The mean of each as text, nothing of those that are empty."""
+    return ", ".join(show(fmean(values)) for values in lists if values)
 
 
 def before(arms, cache):
@@ -508,7 +503,7 @@ def rewards_table(arms, cache):
         shown.add(text)
     for name, arm in arms.items():
         of_seeds = results(arm, CACHES[cache]).values()
-        best = mean_of(results(arm, CACHES[cache], max).values())
+        best = means(results(arm, CACHES[cache], max).values())
         row = [name, counted(arm), across([*of_seeds]), "", "", best]
         if 1 < len(of_seeds) < logs.MANY_SEEDS:
             row[3] = " ".join(f"{reward:.3f}" for reward in of_seeds)
@@ -533,8 +528,7 @@ def health(arms):
 def gap_text(arm):
     """Nothing where nothing was replayed, as all samples of each prompt earn the same."""
     first = [fmean(values[:LAST]) for values in series(arm, "gap") if values]
-    last = at_end(arm, "gap")
-    return ", ".join(small(fmean(means)) for means in (first, last) if means)
+    return means(first, at_end(arm, "gap"), show=small)
 
 
 def kv_text(arm):
@@ -549,16 +543,16 @@ def largest(arm, key, show):
 
 
 HEALTH = {  # column: text of an arm's cell
-    "sampled reward": lambda arm: mean_of(at_end(arm, "reward")),
+    "sampled reward": lambda arm: means(at_end(arm, "reward")),
     f"gap, first and last {LAST} steps": gap_text,
-    "acceptance, mean and p05": lambda arm: pair(
+    "acceptance, mean and p05": lambda arm: means(
         at_end(arm, "accept"), at_end(arm, "accept_p05")),
-    "held-out acceptance, mean and p05": lambda arm: pair(
+    "held-out acceptance, mean and p05": lambda arm: means(
         results(arm, "eval_accept").values(), results(arm, "eval_accept_p05").values()),
     # 0 where it is not computed
-    "KL": lambda arm: mean_of(at_end(arm, "kl"), lambda kl: small(kl) if kl else ""),
-    "entropy": lambda arm: mean_of(at_end(arm, "entropy"), "{:.2f}".format),
-    "response length": lambda arm: mean_of(at_end(arm, "length"), "{:.1f}".format),
+    "KL": lambda arm: means(at_end(arm, "kl"), show=lambda kl: small(kl) if kl else ""),
+    "entropy": lambda arm: means(at_end(arm, "entropy"), show="{:.2f}".format),
+    "response length": lambda arm: means(at_end(arm, "length"), show="{:.1f}".format),
     "largest lr": lambda arm: re.sub("e-0*", "e-", largest(arm, "lr", "{:g}")),
     "KV kept": kv_text,
     "minutes": lambda arm: f"{fmean(map(sum, series(arm, 'seconds'))) / 60:.1f}",
@@ -577,13 +571,18 @@ def comparisons_table(arms, named):
         beyond = "" if margin is None else f" > {margin:g}"
         row = [f"{one} - {other}, {cache}{beyond}", str(len(both)), "", each]
         rows.append(row)
-        if len(both) > 1:
-            mean, half = interval(values)
-            row[2] = f"{mean:+.3f} [{mean - half:+.3f}, {mean + half:+.3f}]"
         if margin is None:
             tested.append((row, values))
-        elif len(both) > 1:
-            row += ["", "", "", verdict(mean - half, margin)]
+        if len(both) < 2:
+            continue
+        mean, half = interval(values)
+        row[2] = f"{mean:+.3f} [{mean - half:+.3f}, {mean + half:+.3f}]"
+        if margin is not None:
+            low = mean - half
+            holds = f"above {margin:g}: holds"
+            if low <= margin:
+                holds = f"not above {margin:g}: not shown"
+            row += ["", "", "", f"lower bound {low:.3f} is {holds}"]
     ps = [p_value(values) for _, values in tested]
     for (row, values), p, adjusted in zip(tested, ps, holm(ps)):
         if len(values) > 1:
@@ -596,11 +595,6 @@ def comparisons_table(arms, named):
     columns = ["comparison", "seeds", "mean", "each seed", "p", "p, Holm",
                "p, ranks (no Holm)", "margin"]
     return markdown(title, columns, rows)
-
-
-def verdict(low, margin):
-    holds = "above {:g}: holds" if low > margin else "not above {:g}: not shown"
-    return f"lower bound {low:.3f} is {holds.format(margin)}"
 
 
 def shown_p(p):

@@ -498,11 +498,11 @@ def tiles(out):
     head = LAYER * net.config.n_kv_head + HEAD
     small, tuned = (TILE_Q, TILE_K), (kernels.TILE_Q, kernels.TILE_K)
     tile = "tiles of {} x {}".format
-    for name, case, at, size in (
-            (f"{tile(*small)}, layer {LAYER}, KV head {HEAD}", until, head, small),
-            ("the same of the rollout of mask", other, head, small),
-            (f"{tile(*tuned)}, the kernel's; prompt 8192, 8 responses of 256, 1024 keys "
-             "kept at random", large, 0, tuned)):
+    cases = [(f"{tile(*small)}, layer {LAYER}, KV head {HEAD}", until, head, small),
+             ("the same of the rollout of mask", other, head, small),
+             (f"{tile(*tuned)}, the kernel's; prompt 8192, 8 responses of 256, 1024 "
+              "keys kept at random", large, 0, tuned)]
+    for name, case, at, size in cases:
         tell(f"{name}, {case.shape[1]} rows:")
         for order, (_, grid) in zip(ORDERS, meet(case, *size)):
             every, computed, full = counted(grid[at])

@@ -141,10 +141,7 @@ def test_a_mistake_is_told(mistake, says, monkeypatch):
     ("\n\nsees = 1 / 0\n", "mine.py, line 3: ZeroDivisionError: division by zero"),
     ("x = 1\ndef sees(t, kept, P):\n    if t:\n        return kep\n    return range(P)\n",
      "mine.py, line 4: NameError: name 'kep' is not defined"),
-    ("\ndef sees(t):\n    return []\n", r"mine.py, line 2: TypeError: sees\(\) takes 1 pos"),
-    ("import torch\n\n@torch.no_grad()\ndef sees(t):\n    return []\n",
-     r"mine.py, line [34]: TypeError: sees\(\) takes 1 pos"),
-    ("from data.tasks import problem\nsees = problem\n", r"mine.py: TypeError: problem\(\) "),
+    ("\ndef sees(t):\n    return []\n", r"mine.py: TypeError: sees\(\) takes 1 pos"),
     ("import sys\nsys.modules.pop('mine')\n1 / 0\n", "mine.py, line 3: ZeroDivisionError"),
     ("import sys\nsys.exit('bye')\n", "mine.py, line 2: SystemExit: bye"),
     ("sees = 3\n", "mine.py has no function sees")])
