@@ -4,9 +4,9 @@ import importlib.util
 import json
 import os
 import re
-import statistics
 import subprocess
 import sys
+from statistics import fmean, median, stdev
 from types import SimpleNamespace
 
 import pytest
@@ -19,7 +19,7 @@ from conftest import share_of_digits
 from data import tasks
 from data.answers import RULES
 from experiments import plan
-from experiments.logs import load, results
+from experiments.logs import at_end, load, results, series
 from experiments.ttest import interval
 from rollout import Rollout
 from run.report import show
@@ -36,6 +36,11 @@ PAGES = ["README.md", "docs/results.md", "docs/speed.md", "docs/reproduce.md",
 def read(name):
     with open(os.path.join(ROOT, name), encoding="utf-8") as f:
         return f.read()
+
+
+def one_line(name):
+    """A page as one line."""
+    return " ".join(read(name).split())
 
 
 def blocks(text, language=""):
@@ -325,10 +330,9 @@ def cells(line):
 def tables(name):
     """The tables of ablate.py that a file holds: title -> {first cell: cells}"""
     found = {}
-    for part in read(name).split("\n**")[0:]:
+    for part in read(name).split("\n**"):
         title, _, rest = part.lstrip("*").partition("**")
-        rows = [cells(line) for line in rest.splitlines() if line.startswith("| ")]
-        found[title] = {row[0]: row for row in rows}
+        found[title] = {row[0]: row for row in table_rows(rest)}
     return found
 
 
@@ -336,10 +340,13 @@ ARMS = "dense naive tis mis sparse_rl bypass shadow anchor smd smd_reverse".spli
 FIVE = "dense naive tis shadow smd".split()
 
 
+def table_rows(text):
+    return [cells(line) for line in text.splitlines() if line.startswith("| ")]
+
+
 def rows_of(text):
     """first cell up to a colon -> cells, of every table row of a text"""
-    rows = [cells(line) for line in text.splitlines() if line.startswith("| ")]
-    return {row[0].split(":")[0].strip("* "): row for row in rows[::-1]}
+    return {row[0].split(":")[0].strip("* "): row for row in table_rows(text)[::-1]}
 
 
 @pytest.mark.parametrize("page, title, folder, arms", [
@@ -387,8 +394,7 @@ def test_the_smaller_tables_are_those_of_the_logs(title, folder, number):
 
 
 def test_the_bases_are_those_of_the_logs():
-    text = section(read("docs/results.md"), "The base")
-    rows = [cells(line) for line in text.splitlines() if line.startswith("| ")][1:]
+    rows = table_rows(section(read("docs/results.md"), "The base"))[1:]
     folders = ["bases/m1175", "bases/m1165", "main", "bases/seed1", "bases/m1200",
                "bases/m1300", "bases/ceiling"]
     for row, folder in zip(rows, folders, strict=True):
@@ -462,8 +468,8 @@ def gsm8k(title):
     """Rows of the tables of a part of that section: first cell -> cells, without bold."""
     part = section(read("docs/results.md"), "GSM8K: a real model, long answers, keys evicted while "
                                             "they are written").split(title)[1]
-    rows = [cells(x.replace("**", "")) for x in part.splitlines() if x.startswith("| ")]
-    return {row[0]: row for row in rows[::-1]}  # of equal first cells those of the first table
+    # of equal first cells those of the first table
+    return {row[0]: row for row in table_rows(part.replace("**", ""))[::-1]}
 
 
 def test_the_pilot_of_gsm8k_is_that_of_the_logs():
@@ -493,9 +499,9 @@ def test_the_rates_of_gsm8k_are_those_of_the_logs(folder, title, rates):
             else:
                 assert said == "{:.3f} / {:.3f}".format(*both[-1])
         if folder == "tune-512-32":
-            run = found[f"{arm} lr=3e-6"]["logs"][100]
-            gap, p05 = ([r[key] for r in run if key in r] for key in ("gap", "eval_accept_p05"))
-            assert rows[arm][3] == f"{gap[0]:.2g}, {statistics.fmean(gap[-10:]):.2g}"
+            run = found[f"{arm} lr=3e-6"]  # of one seed
+            (gap,), (p05,) = (series(run, key) for key in ("gap", "eval_accept_p05"))
+            assert rows[arm][3] == f"{gap[0]:.2g}, {fmean(gap[-10:]):.2g}"
             assert rows[arm][4] == f"{p05[0]:.2f}, {p05[-1]:.2f}"
         if folder == "tune" and arm != "smd":
             chosen = max(zip(both, rates), key=lambda x: sum(x[0]))[1]
@@ -503,23 +509,18 @@ def test_the_rates_of_gsm8k_are_those_of_the_logs(folder, title, rates):
 
 
 def test_gsm8k_is_that_of_the_logs():
-    found, rows, seen = load("results/gsm8k"), gsm8k("*What was run*"), []
+    found, rows, seen = load("results/gsm8k"), gsm8k("*What was run*"), 0
+    table = tables("results/gsm8k/table.md")
     for name, run in found.items():
         arm, _, rate = name.partition(" lr=")
-        _, lr, compressed, dense, gap, cut, length = rows[arm]
-        ends = {}
+        _, lr, *rewards, gap, cut, length = rows[arm]
         assert lr == rate and sorted(run["logs"]) == [0, 1, 2, 3, 4]
-        for key, said in (("eval_compressed", compressed), ("eval_dense", dense)):
-            mean, half = interval([*results(run, key).values()])
-            assert said == f"{mean:.3f} [{mean - half:.3f}, {mean + half:.3f}]"
-        for key in ("gap", "truncated"):
-            logs = [[r[key] for r in x if key in r] for x in run["logs"].values()]
-            ends[key] = [statistics.fmean(statistics.fmean(part) for part in parts) for parts in
-                         ([x[:10] for x in logs], [x[-10:] for x in logs])]
-        assert gap == ", ".join(f"{x:.2g}" for x in ends["gap"])
-        assert cut == ", ".join(f"{x:.2f}" for x in ends["truncated"])
-        first, last = ([x[i]["eval_length"] for x in run["logs"].values()] for i in (0, -1))
-        assert length == f"{statistics.fmean(first):.0f}, {statistics.fmean(last):.0f}"
+        assert rewards == [table[f"Served {cache}"][name][2] for cache in ("compressed", "dense")]
+        for key, said, digits in (("gap", gap, ".2g"), ("truncated", cut, ".2f")):
+            first = fmean(fmean(x[:10]) for x in series(run, key))
+            assert said == f"{first:{digits}}, {fmean(at_end(run, key)):{digits}}"
+        first, last = (fmean(x[i] for x in series(run, "eval_length")) for i in (0, -1))
+        assert length == f"{first:.0f}, {last:.0f}"
     start = found["dense lr=3e-6"]["logs"][0][0]
     assert rows["before training"][2:4] == [
         f"{start[key]:.3f}" for key in ("eval_compressed", "eval_dense")]
@@ -533,11 +534,10 @@ def test_gsm8k_is_that_of_the_logs():
         mean, half = interval(each)
         assert row[1] == f"{mean:+.3f} [{mean - half:+.3f}, {mean + half:+.3f}]"
         assert row[2].split() == [f"{x:+.3f}" for x in each]
-        seen.append(name)
+        seen += 1
         if name == "shadow - naive, served compressed":
-            assert (f"What shadow gains over naive ({mean:.3f} compressed)"
-                    in " ".join(read("README.md").split()))
-    assert len(seen) == 10
+            assert f"What shadow gains over naive ({mean:.3f} compressed)" in one_line("README.md")
+    assert seen == 10
 
 
 def test_length_explains_what_shadow_gains_on_gsm8k():
@@ -558,7 +558,7 @@ def test_length_explains_what_shadow_gains_on_gsm8k():
     error = (contrast @ covariance @ contrast).sqrt()
     assert len(ends) == 35 and len(arms) == 7
     assert (f"{fit[-1]:.4f} a token; at equal length shadow - naive is {contrast @ fit:+.3f}, "
-            f"standard error {error:.3f}") in " ".join(read("docs/results.md").split())
+            f"standard error {error:.3f}") in one_line("docs/results.md")
 
 
 def test_an_arm_of_gsm8k_alone_is_that_of_its_log():
@@ -567,7 +567,7 @@ def test_an_arm_of_gsm8k_alone_is_that_of_its_log():
     assert arms == ["bypass", "dense", "naive", "shadow", "smd"]
     for arm in arms:
         steps = [row for row in lines(f"results/gsm8k/alone/{arm}.jsonl") if row["kind"] == "step"]
-        sampling, learning = (statistics.median(row[key] for row in steps[-6:])
+        sampling, learning = (median(row[key] for row in steps[-6:])
                               for key in ("rollout_s", "learn_s"))
         peak = max(row["peak_gb"] for row in steps)
         assert len(steps) == 8
@@ -626,14 +626,14 @@ def test_cards_are_those_of_the_log():
         ones, twos = (samples(n, shape.lower(), prompt, cards=cards) for cards in (1, 2))
         assert commit in parts[n].split("\n")[0] and len(ones) == 4 - int(n) and len(twos) == 1
         assert one == ", ".join(f"{x:.1f}" for x in ones) and two == f"{twos[0]:.1f}"
-        assert times == f"{twos[0] / statistics.fmean(ones):.2f}"
+        assert times == f"{twos[0] / fmean(ones):.2f}"
     ones, twos = (samples("1", "qwen2.5-1.5b", 8192, cards=cards) for cards in (1, 2))
-    assert f"the 1.5B shape gained x {twos[0] / statistics.fmean(ones):.2f}" in prose
+    assert f"the 1.5B shape gained x {twos[0] / fmean(ones):.2f}" in prose
 
     def steps(start, what):
         lists = [json.loads(x) for x in re.findall(
             rf"^{start}.*: cards qwen2.5-0.5b {what}: .* ms (\[.*\])", text, re.MULTILINE)]
-        return statistics.median(sum(lists, [])) / 1e3
+        return median(sum(lists, [])) / 1e3
 
     one, beside = steps("alone", "as it is"), steps("beside", "as it is")
     threads = steps("rank 0 of 2", "8 threads")
@@ -665,14 +665,14 @@ def test_commits_in_turns():
     large, small = pairs.values()
     assert table["543fc69"] == [", ".join(f"{x:.2f}" for x in sorted(large)),
                                 f"{min(small):.2f} to {max(small):.2f}, median "
-                                f"{statistics.median(small):.2f}, five pairs: not resolved"]
+                                f"{median(small):.2f}, five pairs: not resolved"]
     assert len(small) == 5
 
     sets = {n: ratios_of_sets(text.split(f"\n# {n}. ")[1].split("\n\n")[0]) for n in (2, 3)}
 
     def mean(ratios):
-        return (f"{statistics.fmean(ratios):.2f}",
-                f"{statistics.stdev(ratios) / len(ratios)**0.5:.2f}")
+        return (f"{fmean(ratios):.2f}",
+                f"{stdev(ratios) / len(ratios)**0.5:.2f}")
 
     before, tip, later = sets[2]["before"], sets[2]["tip"], sets[3]["tip"]
     assert len(before) == len(tip) == 8 and len(later) == 4
@@ -689,7 +689,7 @@ def test_commits_in_turns():
         *steps[1:], *(row["ms"] / 1e3 for row in theirs)) in " ".join(page.split())
     times = [re.search(rf"\n{commit}: (.*) ms, median ([\d.]+)\n", read("results/times.log"))
              for commit in ("7614d2f", "91e02bc")]
-    assert all(f"{statistics.median(map(float, x[1].split())):.1f}" == x[2] for x in times)
+    assert all(f"{median(map(float, x[1].split())):.1f}" == x[2] for x in times)
     assert f"takes {times[0][2]} ms against {times[1][2]} (" in page
 
 
@@ -697,7 +697,7 @@ def ratios_of_sets(part):
     """arm -> of each set its median step over that of the arm base"""
     rows, ratios, held = [json.loads(x) for x in part.splitlines() if x[0] == "{"], {}, {}
     for row in rows:
-        ms = statistics.median(row["steps"])
+        ms = median(row["steps"])
         if row["arm"] == "base":  # the first of its set
             base = ms
         assert abs(ms / base - row["ratio"]) < 3e-3 and abs(ms - row["ms"]) < 0.6
@@ -712,7 +712,7 @@ def ratios_of_sets(part):
 
 def test_what_the_host_costs():
     """The table of docs/speed.md, what it says below, and their log."""
-    text, page = read("results/host-h200.log"), " ".join(read("docs/speed.md").split())
+    text, page = read("results/host-h200.log"), one_line("docs/speed.md")
     rows = [cells(x) for x in read("docs/speed.md").splitlines()
             if re.search(r"8 x 8 responses of \d+ \|", x)]
     learns = [re.search(r"learn: wall .*, busy (\d+) ms, .* kernels (\d+),", x).groups()
@@ -723,7 +723,7 @@ def test_what_the_host_costs():
             r"^(\S+) \d+ (\w+) median ms (\d+) = \d+ \+ (\d+), peak ([\d.]+) (\[.*\])", text,
             re.MULTILINE):
         steps = json.loads(single)
-        assert abs(statistics.median(steps) - int(whole)) <= 1
+        assert abs(median(steps) - int(whole)) <= 1
         arms[shape[:5], arm] = int(whole), learn, float(peak), steps
     assert len(rows) == len(learns) == len(clocks) == 2 and len(arms) == 9
     for row, (busy, kernels), clock, shape in zip(rows, learns, clocks, ("qwen2", "smoll")):
@@ -737,8 +737,8 @@ def test_what_the_host_costs():
     assert f"step took {100 - 100 * large / base:.0f} % less" in read("docs/memory.md")
     (base, _, _, two), (_, _, _, without) = arms["smoll", "base"], arms["smoll", "noempty"]
     took = [a - b for a, b in zip(two, without, strict=True)]
-    error = statistics.stdev(took) / len(took)**0.5
-    assert (f"took {statistics.fmean(took):.0f} ms (standard error {error:.0f}) of SmolLM2's "
+    error = stdev(took) / len(took)**0.5
+    assert (f"took {fmean(took):.0f} ms (standard error {error:.0f}) of SmolLM2's "
             f"training step of {base};") in page
     assert (f"lie between {min(whole) / 1e3:.2f} and {max(whole) / 1e3:.2f} s, or "
             f"{min(two) / 1e3:.2f} and {max(two) / 1e3:.2f}.") in page
