@@ -279,7 +279,7 @@ def text_lines(texts):
     places = []
     for j, text in enumerate(texts):
         if text == "\n" or (j and texts[j - 1] == "."):
-            x, y = 0, y + (x > 0)
+            x, y = 0, y + 1
             text = text.replace("\n", "\u21b5").removeprefix(" ")
         places.append((x, y, text))
         x += len(text)
