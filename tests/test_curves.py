@@ -61,6 +61,7 @@ def test_arms_of_one_method_differ():
     assert both["naive"] == curves.looks(["naive"])["naive"]
     bare = curves.looks(["smd", "smd lr=1e-4"])  # that without options is the method itself
     assert bare["smd"] == alone != bare["smd lr=1e-4"]
+    assert curves.looks(["anchor", "a", "b"])["b"]["color"] == curves.BLUE  # green is taken
     many = curves.looks([*curves.LOOKS, *(f"own{i}" for i in range(13))])
     assert len({(look["color"], look["ls"]) for look in many.values()}) == 32
 
