@@ -13,14 +13,13 @@ An arm is a config file, or several joined by +, named after the last; options i
 quotes are its own and part of its name ("shadow budget=32"). All other --key=value are for
 every arm and go to train.py; --help lists them.
 
-The idea. One process of train.py per run, so that a run that fails takes no other with it
-and can be repeated by hand. What was finished is never run again and what was begun goes
-on: after an interrupt, or with more seeds, say the same command. Ctrl-C, SIGTERM and SIGHUP
-go on to every run, which saves; on Linux they also do when this program is killed. On GPUs
-each run gets the card with the fewest others; with more jobs than cards they share, and minutes
-are then no measure of speed. A finished run needs only log.jsonl and config.json: ckpt.pt, model/
-and best/ may be deleted, which --lean=True does at its end (model/ alone would be written
-again).
+The idea. One process of train.py per run, so that a run that fails takes no other with it and can
+be repeated by hand. What was finished is never run again and what was begun goes on: after an
+interrupt, or with more seeds, say the same command. Ctrl-C, SIGTERM and SIGHUP go on to every run,
+which saves; on Linux they also do when this program is killed. On GPUs each run gets the card with
+the fewest others; with more jobs than cards they share, and minutes are then no measure of speed. A
+finished run needs only log.jsonl and config.json: ckpt.pt, model/ and best/ may be deleted, which
+--lean=True does at its end (model/ alone would be written again).
 
 --keep writes the logs in small, from which --table gives the same table (logs.py). Runs that did
 not end count nowhere and are named under the table.
@@ -451,14 +450,9 @@ def small(x):
     return re.sub("e-0*", "e-", f"{x:.0e}")
 
 
-def mean_of(values, show="{:.3f}".format):
-    """Their mean as text, nothing of nothing."""
-    return show(fmean(values)) if values else ""
-
-
-def pair(mean, p05):
-    """Means over seeds, nothing where they were not logged."""
-    return f"{fmean(mean):.3f}, {fmean(p05):.3f}" if mean and p05 else ""
+def means(*lists, show="{:.3f}".format):
+    """The mean of each as text, nothing of those that are empty."""
+    return ", ".join(show(fmean(values)) for values in lists if values)
 
 
 def before(arms, cache):
@@ -509,7 +503,7 @@ def rewards_table(arms, cache):
         shown.add(text)
     for name, arm in arms.items():
         of_seeds = results(arm, CACHES[cache]).values()
-        best = mean_of(results(arm, CACHES[cache], max).values())
+        best = means(results(arm, CACHES[cache], max).values())
         row = [name, counted(arm), across([*of_seeds]), "", "", best]
         if 1 < len(of_seeds) < logs.MANY_SEEDS:
             row[3] = " ".join(f"{reward:.3f}" for reward in of_seeds)
@@ -534,8 +528,7 @@ def health(arms):
 def gap_text(arm):
     """Nothing where nothing was replayed, as all samples of each prompt earn the same."""
     first = [fmean(values[:LAST]) for values in series(arm, "gap") if values]
-    last = at_end(arm, "gap")
-    return ", ".join(small(fmean(means)) for means in (first, last) if means)
+    return means(first, at_end(arm, "gap"), show=small)
 
 
 def kv_text(arm):
@@ -550,16 +543,16 @@ def largest(arm, key, show):
 
 
 HEALTH = {  # column: text of an arm's cell
-    "sampled reward": lambda arm: mean_of(at_end(arm, "reward")),
+    "sampled reward": lambda arm: means(at_end(arm, "reward")),
     f"gap, first and last {LAST} steps": gap_text,
-    "acceptance, mean and p05": lambda arm: pair(
+    "acceptance, mean and p05": lambda arm: means(
         at_end(arm, "accept"), at_end(arm, "accept_p05")),
-    "held-out acceptance, mean and p05": lambda arm: pair(
+    "held-out acceptance, mean and p05": lambda arm: means(
         results(arm, "eval_accept").values(), results(arm, "eval_accept_p05").values()),
     # 0 where it is not computed
-    "KL": lambda arm: mean_of(at_end(arm, "kl"), lambda kl: small(kl) if kl else ""),
-    "entropy": lambda arm: mean_of(at_end(arm, "entropy"), "{:.2f}".format),
-    "response length": lambda arm: mean_of(at_end(arm, "length"), "{:.1f}".format),
+    "KL": lambda arm: means(at_end(arm, "kl"), show=lambda kl: small(kl) if kl else ""),
+    "entropy": lambda arm: means(at_end(arm, "entropy"), show="{:.2f}".format),
+    "response length": lambda arm: means(at_end(arm, "length"), show="{:.1f}".format),
     "largest lr": lambda arm: re.sub("e-0*", "e-", largest(arm, "lr", "{:g}")),
     "KV kept": kv_text,
     "minutes": lambda arm: f"{fmean(map(sum, series(arm, 'seconds'))) / 60:.1f}",
@@ -578,13 +571,18 @@ def comparisons_table(arms, named):
         beyond = "" if margin is None else f" > {margin:g}"
         row = [f"{one} - {other}, {cache}{beyond}", str(len(both)), "", each]
         rows.append(row)
-        if len(both) > 1:
-            mean, half = interval(values)
-            row[2] = f"{mean:+.3f} [{mean - half:+.3f}, {mean + half:+.3f}]"
         if margin is None:
             tested.append((row, values))
-        elif len(both) > 1:
-            row += ["", "", "", verdict(mean - half, margin)]
+        if len(both) < 2:
+            continue
+        mean, half = interval(values)
+        row[2] = f"{mean:+.3f} [{mean - half:+.3f}, {mean + half:+.3f}]"
+        if margin is not None:
+            low = mean - half
+            holds = f"above {margin:g}: holds"
+            if low <= margin:
+                holds = f"not above {margin:g}: not shown"
+            row += ["", "", "", f"lower bound {low:.3f} is {holds}"]
     ps = [p_value(values) for _, values in tested]
     for (row, values), p, adjusted in zip(tested, ps, holm(ps)):
         if len(values) > 1:
@@ -597,11 +595,6 @@ def comparisons_table(arms, named):
     columns = ["comparison", "seeds", "mean", "each seed", "p", "p, Holm",
                "p, ranks (no Holm)", "margin"]
     return markdown(title, columns, rows)
-
-
-def verdict(low, margin):
-    holds = "above {:g}: holds" if low > margin else "not above {:g}: not shown"
-    return f"lower bound {low:.3f} is {holds.format(margin)}"
 
 
 def shown_p(p):

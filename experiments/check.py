@@ -11,7 +11,6 @@ number copied from an error message is wrong the next time.
 Left out: any protection. mine.py may import the project and may read this file.
 """
 import functools
-import inspect
 import itertools
 import math
 import operator
@@ -541,26 +540,19 @@ def check(number, path):
         return str(e)
     except (Exception, SystemExit) as e:
         said = " ".join(f"{type(e).__name__}: {getattr(e, 'msg', e)}".split())
-        return f"{os.path.basename(path)}{line_of(e, path, mine)}: {said}"
+        return f"{os.path.basename(path)}{line_of(e, path)}: {said}"
     finally:
         sys.path[:] = search
         sys.modules.pop("mine", None)
 
 
-def line_of(e, path, mine):
+def line_of(e, path):
     """", line 12": the last line of the file that an exception passed through, or that cannot be
-    read, or where the function begins that it names; nothing if there is none."""
+    read; nothing if there is none."""
     lines = [frame.lineno for frame in traceback.extract_tb(e.__traceback__)
              if frame.filename == path]
     if isinstance(e, SyntaxError) and e.filename == path:
         lines.append(e.lineno)
-    called = re.match(r"(\w+)\(\)", str(e))  # "reduce() takes 1 positional ..."
-    if not lines and called:
-        # of what a decorator made
-        function = inspect.unwrap(getattr(mine, called[1], None))
-        code = getattr(function, "__code__", None)
-        if code and code.co_filename == path:
-            lines.append(code.co_firstlineno)
     return f", line {lines[-1]}" if lines else ""
 
 

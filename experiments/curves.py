@@ -85,13 +85,13 @@ def can_draw():
         return False
 
 
-def save(fig, path):
+def save(figure, path):
     """Write a PNG of 256 colours, 200 dots an inch: nine inches make twice the pixels of a page.
     It takes the place of whatever has the name, through no link."""
     from PIL import Image
     whole = io.BytesIO()
-    fig.savefig(whole, dpi=200)
-    plotter().close(fig)
+    figure.savefig(whole, dpi=200)
+    plotter().close(figure)
     small = Image.open(whole).convert("RGB").quantize(256, dither=0)
     write_whole(path, lambda f: small.save(f, "PNG", optimize=True))
 
@@ -115,12 +115,6 @@ def write_panels(path, panels, x, put_names=None, **layout):
 
 # how arms look
 
-def look(i):
-    """Colour and line style of arm i where no method decides."""
-    style = STYLES[(i + i // len(COLOURS)) % len(STYLES)]
-    return line(COLOURS[i % len(COLOURS)], style)
-
-
 def line(colour, style, thick=False):
     width, layer = (2.6, 2.5) if thick else (1.5, 2)
     return dict(color=colour, ls=style, lw=width, zorder=layer)
@@ -139,11 +133,13 @@ def looks(names):
     own = {name: LOOKS[m] for name, m in zip(names, methods)
            if m in LOOKS and (name == m or methods.count(m) == 1)}
     used = {colour for colour, _ in own.values()}
-    left = [look(i) for i in range(len(COLOURS) * len(STYLES))]
-    left = [x for x in left if (x["color"], x["ls"]) not in own.values()]
-    left = cycle(sorted(left, key=lambda x: x["color"] in used))
-    return {name: line(*own[name], method(name) == "smd") if name in own else next(left)
-            for name in names}
+    # all colours in one style each, then in the next
+    left = [(colour, STYLES[(i + turn) % len(STYLES)])
+            for turn in range(len(STYLES)) for i, colour in enumerate(COLOURS)]
+    left = [look for look in left if look not in own.values()]
+    left = cycle(sorted(left, key=lambda look: look[0] in used))
+    return {name: line(*(own.get(name) or next(left)),
+                       thick=name in own and method(name) == "smd") for name in names}
 
 
 def by_method(arms):
@@ -315,7 +311,8 @@ def figure(arms, path):
     arms = {name: arm for name, arm in arms.items() if arm["logs"]}
     if not arms:
         tell("no figure: no run has ended", sys.stderr)
-    if not arms or not can_draw():
+        return
+    if not can_draw():
         return
     panels = dict(A=partial(draw_reward, arms=arms, cache="compressed"),
                   B=partial(draw_reward, arms=arms, cache="dense"),
@@ -331,13 +328,13 @@ def figure(arms, path):
                  height_ratios=(1.25, 1))
 
 
-def last_step(arms):
-    return max(log[-1]["step"] for arm in arms.values() for log in arm["logs"].values())
-
-
 def by_step(steps):
     """An axis for write_panels."""
     return dict(xlabel="step", xlim=(0, steps))
+
+
+def last_step(arms):
+    return max(log[-1]["step"] for arm in arms.values() for log in arm["logs"].values())
 
 
 # curves, dots and bases: for a page 800 px wide

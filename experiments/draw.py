@@ -15,9 +15,7 @@ all of them and says what to look at.
     tiles        which tiles of one head the kernel computes, keys in row order and sorted
     acceptance   overlap of dense and sparse policy while arms train, from results/ceiling
 """
-import multiprocessing
 import os
-from concurrent.futures import ProcessPoolExecutor
 from functools import partial
 from itertools import groupby
 from math import nan
@@ -108,16 +106,11 @@ def kinds(kept, P):
     return "".join(letters)
 
 
-def find(ids, part):
-    """All positions in ids that belong to an occurrence of part, both lists of token ids."""
-    size = len(part)
-    return [j for start in range(len(ids) - size + 1) if ids[start:start + size] == part
-            for j in range(start, start + size)]
-
-
 def code_in(tok, task, ids):
     """The positions of the code that is asked for, of which the key in the answer is no part."""
-    return find(ids, tok.encode(task.answer.split()[-1]))
+    code = tok.encode(task.answer.split()[-1])
+    return [j for start in range(len(ids)) if ids[start:start + len(code)] == code
+            for j in range(start, start + len(code))]
 
 
 def segments(P, lengths):
@@ -239,8 +232,13 @@ def draw_matrix(ax, until, kept, P, lengths):
     write(ax, -0.7, N + 1.4, "until", ha="right", fontsize=9, fontweight="bold")
 
 
-def draw_picture(net, tok, path):
-    """Write the picture to path; the right part is of the layer and KV head named above."""
+def mask(out):
+    """What eviction does to a prompt: every method as text, or the picture of one, whose right part
+    is of the layer and KV head named above."""
+    net, tok = load()
+    if out is None:
+        print_methods(net, tok)
+        return
     task, ids, rollout = example(net, tok, "mask")
     kept = rollout.kept[0]                                       # (L, nkv, K)
     until = pack(rollout).until[LAYER, HEAD]                     # (N,)
@@ -267,27 +265,12 @@ def draw_picture(net, tok, path):
     write(right, len(until) - 1, 2, note, ha="right", va="top", fontsize=9,
           linespacing=1.4)
     legend(figure, KINDS.values(), ncols=len(KINDS))
-    curves.save(figure, path)
-
-
-def mask(out):
-    """What eviction does to a prompt: every method as text, or the picture of one."""
-    net, tok = load()
-    if out is None:
-        print_methods(net, tok)
-    else:
-        draw_picture(net, tok, out)
+    curves.save(figure, out)
 
 
 # kept: the prompt as text
 
 LETTER = 0.602 * 10.5 / 72  # inches, of the monospaced font in its size
-
-
-def kept_codes(kept, code):
-    """How many tokens of the code each layer and KV head keeps. kept (L, nkv, K), code: positions.
-    -> lists [layer][KV head]"""
-    return torch.isin(kept, torch.tensor(code)).sum(2).tolist()
 
 
 def text_lines(texts):
@@ -296,7 +279,7 @@ def text_lines(texts):
     places = []
     for j, text in enumerate(texts):
         if text == "\n" or (j and texts[j - 1] == "."):
-            x, y = 0, y + (x > 0)
+            x, y = 0, y + 1
             text = text.replace("\n", "\u21b5").removeprefix(" ")
         places.append((x, y, text))
         x += len(text)
@@ -317,48 +300,42 @@ def draw_text(ax, places, letters, code):
     ax.add_patch(frame(x, y + 0.04, wide, 0.92, ec=CODE, lw=2, zorder=3))
 
 
-def draw_kept(path, texts, kept, code):
-    """A panel for each layer and KV head. texts: of the tokens, kept (L, nkv, K)."""
-    places = text_lines(texts)
-    L, nkv = kept.shape[:2]
-    height = 1.2 + 1.5 * L
-    figure, panels = curves.plotter().subplots(
-        L, nkv, squeeze=False, figsize=(9, height), gridspec_kw=dict(
-            left=0.017, right=1, top=1 - 0.78 / height, bottom=0.8 / height,
-            hspace=0.34))
-    counts = kept_codes(kept, code)
-    for layer, row in enumerate(panels):
-        for head, ax in enumerate(row):
-            said = {0: "the code is gone", len(code): "keeps the code"}.get(
-                counts[layer][head], "keeps a part of the code")
-            ax.set_title(f"layer {layer}, KV head {head}: {said}", loc="left", pad=3,
-                         fontsize=9.5, fontweight="bold")
-            ax.set(xlim=(0, ax.get_position().width * 9 / LETTER),
-                   ylim=(max(y for _, y, _ in places) + 1, 0))
-            ax.set_axis_off()
-            draw_text(ax, places, kinds(kept[layer, head].tolist(), len(texts)), code)
-    heading(figure, 0.017,
-            f"What each head keeps: {kept.shape[2]} of {len(texts)} prompt keys")
-    shown = legend(figure, [
-        *(KINDS[letter] for letter in "skw"), ("none", "grey text: evicted"),
-        (CODE, "the code that is asked for")], ncols=5)
-    shown.get_patches()[-1].set_facecolor("none")
-    curves.save(figure, path)
-
-
 def kept(out):
-    """The prompt of `mask` as text."""
+    """The prompt of `mask` as text, a panel for each layer and KV head."""
     net, tok = load()
     task, ids, rollout = example(net, tok, "mask")
     code = code_in(tok, task, ids)
-    counts = sum(kept_codes(rollout.kept[0], code), [])
+    heads = rollout.kept[0].flatten(0, 1).tolist()
+    counts = [len({*code} & {*keys}) for keys in heads]
     whole, none = counts.count(len(code)), counts.count(0)
     tell(f"{len(ids)} prompt keys; each head keeps {BUDGET}: {SINKS} sinks, {WINDOW} "
          f"of the question, {BUDGET - SINKS - WINDOW} by votes\n"
          f"of {len(counts)} heads {whole} keep the whole code, {none} nothing of it, "
          f"{len(counts) - whole - none} a part")
-    if out:
-        draw_kept(out, [tok.decode([token]) for token in ids], rollout.kept[0], code)
+    if out is None:
+        return
+    places = text_lines([tok.decode([token]) for token in ids])
+    L, nkv = rollout.kept[0].shape[:2]
+    height = 1.2 + 1.5 * L
+    figure, panels = curves.plotter().subplots(
+        L, nkv, figsize=(9, height), gridspec_kw=dict(
+            left=0.017, right=1, top=1 - 0.78 / height, bottom=0.8 / height,
+            hspace=0.34))
+    for i, (ax, keys, count) in enumerate(zip(panels.flat, heads, counts)):
+        said = {0: "the code is gone", len(code): "keeps the code"}.get(
+            count, "keeps a part of the code")
+        ax.set_title(f"layer {i // nkv}, KV head {i % nkv}: {said}", loc="left", pad=3,
+                     fontsize=9.5, fontweight="bold")
+        ax.set(xlim=(0, ax.get_position().width * 9 / LETTER),
+               ylim=(max(y for _, y, _ in places) + 1, 0))
+        ax.set_axis_off()
+        draw_text(ax, places, kinds(keys, len(ids)), code)
+    heading(figure, 0.017, f"What each head keeps: {BUDGET} of {len(ids)} prompt keys")
+    shown = legend(figure, [
+        *(KINDS[letter] for letter in "skw"), ("none", "grey text: evicted"),
+        (CODE, "the code that is asked for")], ncols=5)
+    shown.get_patches()[-1].set_facecolor("none")
+    curves.save(figure, out)
 
 
 # rows: what lives how long
@@ -453,73 +430,42 @@ ABOVE = {True: ("#A0A0A0", "above: kept prompt key"),
          False: ("black", "above: evicted prompt key")}
 
 
-def in_interpreter(f, *cases):
-    """f of each case, in a process of its own, where Triton's interpreter runs kernels on CPU."""
-    before = os.environ.get("TRITON_INTERPRET")
-    os.environ["TRITON_INTERPRET"] = "1"
-    try:
-        with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as pool:
-            return list(pool.map(f, cases))
-    finally:
-        del os.environ["TRITON_INTERPRET"]
-        if before is not None:
-            os.environ["TRITON_INTERPRET"] = before
-
-
-def list_tiles(case):
-    """What the kernel lists, by its own preparation, for keys in row order and sorted. To be called
-    by `in_interpreter`, as it changes the kernel's tiles. case: until as lists, a row per head, the
-    rows and the keys of a tile.
-    -> a pair for each order: born[head], grid[head][query tile][key tile], of 0 dead, 1 partial, 2
-    full"""
-    until, kernels.TILE_Q, kernels.TILE_K = case
-    until = torch.tensor(until, dtype=torch.int32)               # (heads, N)
-    heads, N = until.shape
-    plan = kernels.make_plan(until, backward=False)
-    keys = plan.born.shape[1]  # nk * TILE_K
-    born = torch.arange(keys).int().expand(heads, -1)            # (heads, nk * TILE_K)
-    dies = F.pad(until, (0, born.shape[1] - N))                  # (heads, nk * TILE_K)
+def meet(until, tile_q, tile_k):
+    """Which tiles the kernel computes, by its rule: a key tile's smallest and largest born and dies
+    against the rows of a query tile. Sorted, keys stand in the order in which they die, those that
+    nobody sees first. until (heads, N)
+    -> for keys in row order and sorted: born (heads, keys), grid (heads, query tiles, key tiles) of
+    0 dead, 1 partial, 2 full"""
+    N = until.shape[1]
+    born = torch.arange(-(-N // tile_k) * tile_k).expand(len(until), -1)   # (heads, keys)
+    dies = F.pad(until, (0, born.shape[1] - N))                            # (heads, keys)
     dies = torch.where(dies > born, dies, 0)
-    bounds = []
-    for x in (born, dies):
-        tiles = x.unflatten(1, (-1, kernels.TILE_K))         # (heads, nk, TILE_K)
-        bounds += tiles.aminmax(dim=2)                           # (heads, nk) each
-    in_order, = kernels.tile_lists(bounds, N, 1, by_key=False)
-    return [(born.tolist(), grids(in_order)),
-            (plan.born.tolist(), grids(plan.by_query))]
-
-
-def grids(listed):
-    """TileLists -> lists [head][query tile][key tile] of 0, 1 or 2."""
-    heads, nq, nk = listed.lists.shape
-    grid = torch.zeros(heads, nq, nk, dtype=torch.int64)
-    for h in range(heads):
-        for i in range(nq):
-            partial, visible = listed.n_partial[h, i], listed.n_visible[h, i]
-            met = listed.lists[h, i].long()
-            grid[h, i, met[:partial]] = 1
-            grid[h, i, met[partial:visible]] = 2
-    return grid.tolist()
+    first = torch.arange(0, N, tile_q)                                     # (nq,)
+    last = (first + tile_q).clamp(max=N) - 1
+    found = []
+    for order in (born, dies.argsort(dim=1, stable=True)):
+        (born_min, born_max), (dies_min, dies_max) = (
+            x.gather(1, order).unflatten(1, (-1, 1, tile_k)).aminmax(dim=3)
+            for x in (born, dies))                                         # (heads, nk, 1) each
+        seen = (born_min <= last) & (dies_max > first)                     # (heads, nk, nq)
+        full = (born_max <= first) & (dies_min > last)
+        found.append((order, (seen.int() + full.int()).mT))
+    return found
 
 
 def counted(grid):
     """-> tiles, those computed, those of them that are full"""
-    flat = sum(grid, [])
-    return len(flat), len(flat) - flat.count(0), flat.count(2)
+    return grid.numel(), int((grid > 0).sum()), int((grid == 2).sum())
 
 
 def pairs(until, born, grid):
     """A line per query, a letter per key in the order of born: see PAIRS; blank where the tile is
     dead. until (N,). KeyError if a dead tile has a pair that is seen, a full one a hidden pair."""
     letters = {(2, True): "f", (1, True): "p", (1, False): "h", (0, False): " "}
-    seen = visible(until[None])[0]                   # (N, N)
-    seen = F.pad(seen, (0, len(born) - len(until)))              # (N, keys)
-    lines = []
-    for i, row in enumerate(seen[:, born].tolist()):
-        met = grid[i // TILE_Q]
-        lines.append("".join(letters[met[c // TILE_K], see]
-                             for c, see in enumerate(row)))
-    return lines
+    seen = F.pad(visible(until[None])[0], (0, len(born) - len(until)))     # (N, keys)
+    tiles = grid.repeat_interleave(TILE_Q, 0).repeat_interleave(TILE_K, 1)
+    return ["".join(letters[pair] for pair in zip(*row))
+            for row in zip(tiles.tolist(), seen[:, born].tolist())]
 
 
 def draw_tiles(ax, until, born, grid, stay):
@@ -541,24 +487,8 @@ def draw_tiles(ax, until, born, grid, stay):
               colors=[ABOVE[stay[born[c]]][0] for c in columns])
 
 
-def print_tiles(cases, orders):
-    """Counts of tiles. cases: (name, until, head), orders: what `list_tiles` said of each."""
-    for (name, until, head), listed in zip(cases, orders):
-        tell(f"{name}, {len(until[0])} rows:")
-        for order, (_, grid) in zip(ORDERS, listed):
-            every, computed, full = counted(grid[head])
-            line = (f"  {order}: {computed} of {every} tiles computed, {full} of "
-                    "them full")
-            if len(grid) > 1:
-                _, computed, full = map(sum, zip(*map(counted, grid)))
-                line += f"; all {len(grid)} heads: {computed}, {full} full"
-            tell(line)
-
-
 def tiles(out):
     """Which tiles the kernel computes."""
-    if kernels.triton is None:
-        raise ValueError("tiles are listed by the kernel's code, which needs triton")
     net, tok = load()
     _, _, rollout = example(net, tok, "tiles")
     until = pack(rollout).until.flatten(0, 1)                    # (L * nkv, N)
@@ -568,17 +498,23 @@ def tiles(out):
     head = LAYER * net.config.n_kv_head + HEAD
     small, tuned = (TILE_Q, TILE_K), (kernels.TILE_Q, kernels.TILE_K)
     tile = "tiles of {} x {}".format
-    cases = [
-        (f"{tile(*small)}, layer {LAYER}, KV head {HEAD}", until.tolist(), head),
-        ("the same of the rollout of mask", other.tolist(), head),
-        (f"{tile(*tuned)}, the kernel's; prompt 8192, 8 responses of 256, 1024 keys "
-         "kept at random", large.tolist(), 0)]
-    orders = in_interpreter(list_tiles, *((each, *size) for (_, each, _), size
-                                          in zip(cases, (small, small, tuned))))
-    print_tiles(cases, orders)
+    cases = [(f"{tile(*small)}, layer {LAYER}, KV head {HEAD}", until, head, small),
+             ("the same of the rollout of mask", other, head, small),
+             (f"{tile(*tuned)}, the kernel's; prompt 8192, 8 responses of 256, 1024 "
+              "keys kept at random", large, 0, tuned)]
+    for name, case, at, size in cases:
+        tell(f"{name}, {case.shape[1]} rows:")
+        for order, (_, grid) in zip(ORDERS, meet(case, *size)):
+            every, computed, full = counted(grid[at])
+            line = (f"  {order}: {computed} of {every} tiles computed, {full} of "
+                    "them full")
+            if len(grid) > 1:
+                _, computed, full = counted(grid)
+                line += f"; all {len(grid)} heads: {computed}, {full} full"
+            tell(line)
     if out is not None:
-        mine = [(born[head], grid[head]) for born, grid in orders[0]]
-        draw_orders(out, rollout, until[head], mine)
+        orders = [(born[head], grid[head]) for born, grid in meet(until, *small)]
+        draw_orders(out, rollout, until[head], orders)
 
 
 def draw_orders(path, rollout, until, orders):

@@ -78,13 +78,11 @@ def arguments(argv=None):
     given = [key for key in OPTIONS if said[key] is not None]
     bring_in(said["evict"])
     found = settings_of_run(asked.model, defaults=vars(asked), given=given)
-    parser.set_defaults(**found)
-    asked = parser.parse_args(argv)
+    vars(asked).update(found)
     bring_in(asked.evict, bool(asked.response_budget))
     asked.of_the_run = " ".join(
         f"--{key}={value}" for key, value in found.items()
-        if value is not False and value != "" and key != "shots"
-        and getattr(asked, key) == value)
+        if value is not False and value != "" and key != "shots")
     return asked
 
 

@@ -3,7 +3,6 @@ The lesson (docs/lesson.md): its cells, run as if pasted into a Python prompt; t
 notebook.
 
     python -m experiments.notebook                     # writes docs/lesson.ipynb
-    python -m experiments.notebook --clone=ADDRESS     # its first cell fetches the repository
     python -m experiments.notebook --update            # runs all cells, rewrites what they print
 
 The idea. There is one source, the text. A ```python block is a cell, a block without a language
@@ -77,12 +76,13 @@ def updated(text, printed):
     return CELL.sub(block, text)
 
 
+# brings a notebook to the repository's root, on a fresh machine too
 FIRST = """\
 import os
 import subprocess
 import sys
 # where to fetch the repository from, if this notebook lies in no copy of it
-clone = {clone!r}
+clone = ''
 if not os.path.exists("data/tiny") and os.path.exists("../data/tiny"):
     os.chdir("..")  # from docs/ to the root of the repository
 if not os.path.exists("data/tiny"):
@@ -95,15 +95,10 @@ pip = [sys.executable, "-m", "pip", "install", "-q", "-r", "requirements.txt"]
 subprocess.run(pip, check=True)  # nothing, where all is there"""
 
 
-def first_cell(clone):
-    """The code that brings a notebook to the repository's root, on a fresh machine too."""
-    return FIRST.format(clone=clone)
-
-
-def notebook(cells, clone=""):
+def notebook(cells):
     """nbformat 4 as a dict. cells: of `parse`."""
     made = []
-    for kind, source, printed in [["code", first_cell(clone), ""], *cells]:
+    for kind, source, printed in [["code", FIRST, ""], *cells]:
         cell = dict(cell_type=kind, metadata={}, source=source.rstrip("\n"))
         if kind == "code":
             cell.update(execution_count=None, outputs=[])
@@ -120,8 +115,6 @@ def main(argv=None):
     args = Arguments("notebook", "make a notebook of the lesson, or update its text")
     args.add_argument("--out", default=os.path.join(ROOT, "docs", "lesson.ipynb"),
                       type=os.path.expanduser, help="the notebook")
-    args.add_argument("--clone", default="",
-                      help="where a hosted notebook clones the repository from")
     args.add_argument("--update", action="store_true",
                       help="no notebook: write what the cells print into the lesson")
     args = args.parse_args(argv)
@@ -136,7 +129,7 @@ def main(argv=None):
             printed = run(source for kind, source, _ in cells if kind == "code")
             text, path = updated(text, printed), LESSON
         else:
-            text = json.dumps(notebook(cells, args.clone), indent=1) + "\n"
+            text = json.dumps(notebook(cells), indent=1) + "\n"
         write_text(path, text)
         code_cells = sum(kind == "code" for kind, _, _ in cells)
         tell(f"written to {path}: {code_cells} cells of docs/lesson.md with output")

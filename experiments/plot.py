@@ -74,17 +74,14 @@ def draw_steps(ax, runs, key, last, **labels):
     return curves.curve(ax, runs, key, partial(smooth, last=last))
 
 
-def draw_evaluations(ax, panel, **options):
+def draw_evaluations(ax, panel, title=None, **options):
     """What `panel` draws, each evaluation with a mark: there may be one only."""
     ends = panel(ax, **options)
+    if title:
+        ax.set_title(title)
     for line in ax.lines:
         line.set(marker="o", markersize=2.5)
     return ends
-
-
-def draw_held_out(ax, runs, key, **labels):
-    ax.set(**labels)
-    return curves.curve(ax, runs, key)
 
 
 def draw(runs, path):
@@ -114,7 +111,7 @@ def draw(runs, path):
         panels[keys[0]] = partial(sampled, key=keys[0],
                                   title=f"{title}mean of {last} steps")
         for key, cache in zip(keys[1:], CACHES):
-            panels[key] = evaluated(draw_held_out, runs=runs, key=key,
+            panels[key] = evaluated(curves.curve, arms=runs, key=key,
                                     title=f"{title}served {cache}")
     height = max(2.5, 0.18 * len(runs))  # inches; labels need room
     curves.write_panels(path, panels, curves.by_step(max(1, steps)), mosaic=mosaic,

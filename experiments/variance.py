@@ -182,28 +182,25 @@ def measure(model, ids, c, lengths):
                   eviction=Eviction("none"), seed=c.seed + 1)
     pi.kept = mu.kept  # mu scores what pi drew
     at_mu, at_pi = score(model, mu), score(model, pi)
-    log_w = log_weights(at_mu["dense"], mu.logp_roll)
-    log_w_shadow = log_weights(at_mu["shadow"], mu.logp_roll)
-    log_w_pi = log_weights(at_pi["dense"], at_pi["shadow"])
+    prefixes = dict(log_w=log_weights(at_mu["dense"], mu.logp_roll),
+                    log_w_shadow=log_weights(at_mu["shadow"], mu.logp_roll),
+                    log_w_pi=log_weights(at_pi["dense"], at_pi["shadow"]))
     coin = torch.Generator().manual_seed(c.seed)  # advantages
     sign = torch.randint(0, 2, mu.lengths.shape, generator=coin) * 2.0 - 1  # (B, G)
     params = list((model if c.layers == "all" else model.layers[-1]).parameters())
-    raw = dict(log_w=[], log_w_shadow=[], log_w_pi=[], log_g_pi=[])
+    raw = {name: [x[..., n - 1] for n in lengths] for name, x in prefixes.items()}
+    raw["log_g_pi"] = []
     raw |= {key: {arm: [] for arm in ARMS}
             for key in ("log_g", "log_mean", "mean_weight")}
-    for n in lengths:
+    for n, log_w, log_w_pi in zip(lengths, raw["log_w"], raw["log_w_pi"]):
         rollout, dense = cut(mu, n), at_mu["dense"][..., :n]
         weights = token_weights(dense, rollout)
-        at_n = dict(log_w=log_w[..., n - 1], log_w_shadow=log_w_shadow[..., n - 1],
-                    log_w_pi=log_w_pi[..., n - 1])
-        sq, mean = gradients(model, rollout, weights, log_w=at_n["log_w"], sign=sign,
+        sq, mean = gradients(model, rollout, weights, log_w=log_w, sign=sign,
                              params=params)
         naive = dict(naive=torch.ones_like(dense))
-        sq_pi, _ = gradients(model, cut(pi, n), naive, log_w=at_n["log_w_pi"],
-                             sign=sign, params=params)
-        at_n["log_g_pi"] = sq_pi["naive"]
-        for name, x in at_n.items():
-            raw[name].append(x)
+        sq_pi, _ = gradients(model, cut(pi, n), naive, log_w=log_w_pi, sign=sign,
+                             params=params)
+        raw["log_g_pi"].append(sq_pi["naive"])
         for arm in ARMS:
             raw["log_g"][arm].append(sq[arm])
             raw["log_mean"][arm].append(mean[arm])

@@ -8,7 +8,6 @@ import json
 import os
 import shutil
 import signal
-import statistics
 import sys
 import threading
 import time
@@ -17,10 +16,11 @@ from types import SimpleNamespace
 import pytest
 
 import train
-from conftest import FAST, ROOT
+from conftest import FAST, ROOT, alive
 from experiments import ablate, logs
 from run.settings import identity_of
 from support.checkpoint import read_checkpoint, write_checkpoint
+from support.jsonfile import read_json
 
 
 def made(steps, seed=0, gap=1e-6, peak=None, accept=True, kept=100, start=0.25, **end):
@@ -48,29 +48,30 @@ o = dict(a[2:].split("=", 1) for a in sys.argv[1:] if a.startswith("--"))
 run, name = o["out_dir"], os.path.basename(sys.argv[1])
 out = os.path.dirname(os.path.dirname(run))
 inside = lambda name: os.path.join(run, name)
+told = lambda name: os.path.exists(os.path.join(out, name))
 
 def stop(number, frame):
-    if os.path.exists(os.path.join(out, "deaf")):
+    if told("deaf"):
         return open(inside("heard"), "w").close()
     open(inside("ckpt.pt"), "w").close()
     print("saved on", signal.Signals(number).name)
     sys.exit(128 + number)
 
 for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-    if not os.path.exists(os.path.join(out, "early")):
+    if not told("early"):
         signal.signal(number, stop)
 shutil.copy(os.path.join(out, name + ".json"), inside("config.json"))
 threads, card = os.environ["OMP_NUM_THREADS"], os.environ.get("CUDA_VISIBLE_DEVICES")
 with open(os.path.join(out, "calls.txt"), "a") as f:
     f.write(json.dumps([sys.argv[1:], threads, card]) + "\\n")
-if os.path.exists(os.path.join(out, "slow")):
+if told("slow"):
     with open(inside("pid"), "w") as f:
         f.write(str(os.getpid()))
     os.rename(inside("pid"), inside("ready"))
     until = time.time() + 20
     while time.time() < until:
         time.sleep(0.05)
-if name == "naive.py" and o["seed"] == "1" and not os.path.exists(os.path.join(out, "mended")):
+if name == "naive.py" and o["seed"] == "1" and not told("mended"):
     print("step 0")
     sys.exit("error: the update is not finite")
 with open(inside("log.jsonl"), "w") as f:
@@ -94,10 +95,9 @@ def put(path, rows, **config):
 
 
 @pytest.fixture(autouse=True)
-def quick(request, monkeypatch):
-    """A figure takes most of a second: drawn only where a test is about it."""
-    if "figure" not in request.node.name:
-        monkeypatch.setattr(ablate, "figure", lambda arms, path: None)
+def quick(monkeypatch):
+    """A figure takes most of a second; test_curves.py draws it."""
+    monkeypatch.setattr(ablate, "figure", lambda arms, path: None)
 
 
 def main(*argv):
@@ -143,59 +143,40 @@ def evaluated(log, step, **numbers):
 # the command line
 
 def test_arms_are_parsed():
-    assert ablate.parse_arm("config/smd.py") == ("smd", ["config/smd.py"], [])
+    """Options of an arm come after those of all."""
     assert ablate.parse_arm("a/smollm2.py+b/naive.py") == (
         "naive", ["a/smollm2.py", "b/naive.py"], [])
-    options = ["--budget=32", "--task=my data/p.jsonl"]
     assert ablate.parse_arm("c/x.py --budget=32 '--task=my data/p.jsonl'") == (
-        "x budget=32 task=p.jsonl", ["c/x.py"], options)
+        "x budget=32 task=p.jsonl", ["c/x.py"], ["--budget=32", "--task=my data/p.jsonl"])
     o, arms, common = ablate.parse(
         ["a.py", "--seeds=5", "--lr=1e-4", "b.py --budget=8", "--out=x", "--jobs=2"])
     assert (o.seeds, o.jobs, o.threads, o.out, o.table) == (5, 2, 1, "x", False)
     assert arms == ["a.py", "b.py --budget=8"] and common == ["--lr=1e-4"]
-
-
-def test_options_of_an_arm_come_last():
-    arms, configs = ablate.request(["config/naive.py --budget=30"],
-                                   ["--budget=40", "--steps=7"], range(2))
+    arms, configs = ablate.request([f"{NAIVE} --budget=30"], ["--budget=40", "--steps=7"], range(2))
     arm = arms["naive budget=30"]
     assert configs["naive budget=30"].budget == 30 and arm["steps"] == 7 and arm["seeds"] == [0, 1]
-    assert arm["args"] == "config/naive.py --budget=40 --steps=7 --budget=30"
+    assert arm["args"] == f"{NAIVE} --budget=40 --steps=7 --budget=30"
 
 
 NAIVE = "config/naive.py"
 
 
 @pytest.mark.parametrize("argv, says", [
-    ([], "no arm"),
+    ([], "no arm"), ([""], "config/NAME.py"), (["config/naive.py+naive"], "config/NAME.py"),
     ([NAIVE, "--seeds=00"], "seeds must be between 1"), ([NAIVE, "--jobs=two"], "expects int"),
-    ([NAIVE, "--seeds=99999999999"], "seeds must be between 1"),
     ([NAIVE, "--first=-1"], "first must be between 0"), ([NAIVE, "--seeds"], "--key=value"),
-    ([""], "config/NAME.py"),
     ([NAIVE, "--out="], "--out=FOLDER"), ([NAIVE, "--table=1"], "table expects True or False"),
-    ([".py"], "no name to a folder"), (["x/...py"], "no name to a folder"),
+    (["x/...py"], "no name to a folder"), (["config/naive.py 'x"], "quotation"),
     ([NAIVE, "--keep=/proc/x"], "cannot write to folder '/proc/x'"),
     ([NAIVE, "--out=/proc/x"], "cannot write to folder '/proc/x'"),
-    ([NAIVE, "--bugdet=3"], "nearest is 'budget'"), ([NAIVE, "--budget=x"], "expects int"),
-    (["config/nothing.py"], "no such config file"), (["naive"], "config/NAME.py"),
-    (["config/naive.py+naive"], "config/NAME.py"), (["config/naive.py 'x"], "quotation"),
-    ([NAIVE, NAIVE], "two arms"), ([NAIVE, "--seed=3"], "--seeds"),
-    (["config/naive.py --out_dir=x"], "--seeds and --out"),
+    ([NAIVE, "--bugdet=3"], "nearest is 'budget'"), ([NAIVE, NAIVE], "two arms"),
+    (["config/naive.py --out_dir=x"], "--seeds and --out"), ([NAIVE, "--seed=3"], "--seeds"),
     ([NAIVE, "--resume=True"], "every run gets its own"), (["--table", "--lr=1"], "runs nothing"),
-    (["--table", "--seeds=3"], "runs nothing"), (["--table", "other"], "no log"),
+    (["--table", "--seeds=3"], "runs nothing"),
     (["--table"], "looked for log.jsonl, ARM/SEED/log.jsonl and ARM-SEED.jsonl"),
-    ([NAIVE, "--group=1"], "group must be at least 2"),
-    (["config/tis.py --learner=shadow"], "both are one policy"),
     (["config/dpo.py --correction=tis --learner=dense"], "does not use it"),
+    ([NAIVE, "--dry_run=True"], "dry_run=True trains nothing"),
     ([NAIVE, "--compare=naive/smd/dense"], "compare: no arm 'smd', only naive"),
-    ([NAIVE, "config/smd.py", "--compare=naive/smd/Dense"], "compare 'naive/smd/Dense': write"),
-    ([NAIVE, "config/smd.py", "--compare=naive-smd/dense"], "write ARM/OTHER/compressed or"),
-    ([NAIVE, "--compare=naive/naive/dense"], "compare 'naive/naive/dense': write"),
-    ([NAIVE, "--compare=" + ",".join(["a/b/dense"] * 5)], "names 5 comparisons, at most 4"),
-    ([NAIVE, "--compare=" + ",".join(["a/b/dense>0"] * 3)], "names 3 margins, at most 2"),
-    ([NAIVE, "--compare=" + ",".join(["naive/b/dense"] * 4 + ["naive/b/dense>0"] * 2)],
-     "no arm 'b'"),
-    ([NAIVE, "--compare=naive/smd/dense>much"], "with >NUMBER behind it"),
     ([NAIVE, "config/naive.py --lr=1e-5", "config/smd.py --lr=1e-5", "config/smd.py --lr=1e-4",
       "--compare=naive/smd/dense"], "'smd' may be any of smd lr=1e-5, smd lr=1e-4"),
     (["config/smd.py --lr=1e-5", NAIVE, "--compare=naive/smd lr/dense"], "no arm 'smd lr', only"),
@@ -220,51 +201,45 @@ def test_a_config_file_does_not_throw_runs_away(tmp_path):
 
 # what is run
 
-def wrote(folder, step):
-    """A model's folder with the list of what a run wrote there."""
-    folder.mkdir(exist_ok=True)
-    (folder / "run.json").write_text(json.dumps(dict(step=step, files=["run.json"])))
-
-
 def test_what_a_run_needs(tmp_path):
     run, c = tmp_path / "run", asked(NAIVE, options=["--steps=4", "--device=cpu"])[0]["naive"]
     was = vars(c) | dict(seed=5, out_dir=str(run), dtype="float32")
-    assert ablate.decide(run, c) == "--overwrite=True"
-    put(run, made(4)[:-1], **was)
-    assert ablate.decide(run, c) == "--overwrite=True"  # nothing saved yet
+
+    def need(rows=None, step=None, model="model", **config):
+        """What it needs with these rows in its log, this step in the list of its model."""
+        if rows:
+            put(run, rows, **was | config)
+        if step is not None:
+            (run / model).mkdir(exist_ok=True)
+            (run / model / "run.json").write_text(json.dumps(dict(step=step, files=["run.json"])))
+        return ablate.decide(run, c)
+
+    assert need() == "--overwrite=True"
+    assert need(made(4)[:-1]) == "--overwrite=True"  # nothing saved yet
     (run / "ckpt.pt").touch()
-    assert ablate.decide(run, c) == "--resume=True"
-    put(run, made(4), **was)
-    assert ablate.decide(run, c) == "--resume=True"  # it was cut before the model was whole
-    for step, need in ((None, "--resume=True"), (2, "--resume=True"), (4, None)):
-        wrote(run / "model", step)
-        assert ablate.decide(run, c) == need  # dtype auto accepts what it was
+    assert need() == "--resume=True"
+    assert need(made(4)) == "--resume=True"  # it was cut before the model was whole
+    assert need(step=2) == "--resume=True" and need(step=4) is None  # dtype auto accepts any
     c.lora_rank = 4  # both models of a run with LoRA count
-    put(run, made(4), **was | dict(lora_rank=4))
-    assert ablate.decide(run, c) == "--resume=True"
-    wrote(run / "adapter", 4)
-    assert ablate.decide(run, c) is None
-    (run / "model" / "run.json").unlink()
-    assert ablate.decide(run, c) == "--resume=True"
-    c.lora_rank = 0
-    put(run, made(4), **was)
-    c.steps = 6
-    assert ablate.decide(run, c) == "--resume=True"
+    assert need(made(4), lora_rank=4) == "--resume=True"
+    assert need(step=4, model="adapter") is None and need(step=2) == "--resume=True"
+    c.lora_rank, c.steps = 0, 6
+    assert need(made(4)) == "--resume=True"
     (run / "ckpt.pt").unlink()
-    assert ablate.decide(run, c) == "--overwrite=True"  # cannot go on
+    assert need() == "--overwrite=True"  # cannot go on
     c.steps = 3
     with pytest.raises(ValueError, match="4 steps already"):
-        ablate.decide(run, c)
+        need()
     c.steps = 4
     shutil.rmtree(run / "model")
-    assert ablate.decide(run, c) is None  # deleted on purpose, like ckpt.pt
-    for key, value in dict(lr=1e-5, eval_problems=8, eval_final=8, eval_evict="rkv").items():
+    assert need() is None  # deleted on purpose, like ckpt.pt
+    for key, value in dict(lr=1e-5, eval_final=8, eval_evict="rkv").items():
         with pytest.raises(ValueError, match=f"^{key} was .* now it is '?{value}"):
             ablate.decide(run, type(c)(**vars(c) | {key: value}))
     assert ablate.decide(run, type(c)(**vars(c) | dict(save_every=1))) is None
     with open(run / "log.jsonl", "a") as f:
         f.write('{"step": 4, "rew')  # half a line
-    assert ablate.decide(run, c) is None
+    assert need() is None
 
 
 def test_a_run_whose_last_checkpoint_is_gone(tmp_path, monkeypatch):
@@ -289,6 +264,7 @@ def test_contents_of_finished_runs_are_compared(tmp_path):
     The control did not note what it read."""
     task, moved, M, run = (tmp_path / x for x in ("t.jsonl", "moved.jsonl", "M", "run"))
     task.write_text("a")
+    moved.write_text("a")
     shutil.copytree(train.TINY, M)
 
     def wanted(**changes):
@@ -297,7 +273,7 @@ def test_contents_of_finished_runs_are_compared(tmp_path):
 
     was = vars(wanted())
     put(run, made(4), **was, identity=identity_of(wanted(), str(M)))
-    moved.write_text("a")
+    put(tmp_path / "old", made(4), **was)
     for c in (wanted(), wanted(task=str(moved))):
         assert ablate.decide(run, c) is None
     with pytest.raises(ValueError, match="^model was .*/M' in the run"):  # weights may differ
@@ -307,11 +283,8 @@ def test_contents_of_finished_runs_are_compared(tmp_path):
         file.write_bytes(before + b" ")
         with pytest.raises(ValueError, match=f"^{key} .* has other contents now than when"):
             ablate.decide(run, wanted())
-        put(tmp_path / "old", made(4), **was)
         assert ablate.decide(tmp_path / "old", wanted()) is None
         file.write_bytes(before)
-    put(run, made(4), **was, identity=None)
-    assert ablate.decide(run, wanted()) is None
     put(run, made(4), **was, identity=[])
     with pytest.raises(ValueError, match="config.json: identity must be an object, got a"):
         ablate.decide(run, wanted())
@@ -352,48 +325,64 @@ def fake(tmp_path, monkeypatch):
 
 def test_a_failing_run_stops_no_other(fake, capsys):
     out, run = fake
+
+    def done(*argv):
+        """-> exit code, which runs were done"""
+        code, calls = run(*argv)
+        return code, [args[0][7:-3] + args[2] for args, *_ in calls]
+
     code, calls = run("--seeds=2", "--jobs=4", "--threads=2")
     said = capsys.readouterr().out
     assert code == 1 and len(calls) == 4 and {threads for _, threads, _ in calls} == {"2"}
     assert sorted(card for *_, card in calls) == ["3", "3", "5", "5"]  # four workers, two cards
     failure = "naive seed 1: failed after 0.0 min: error: the update is not finite (exit code 1"
     assert failure in said and said.count(" ended after ") == 3
-    args = next(args for args, *_ in calls if "--seed=1" in args and "config/naive.py" in args)
-    assert args == ["config/naive.py", "--steps=12", "--seed=1",
-                    f"--out_dir={out / 'naive' / '1'}", "--overwrite=True"]
+    args = next(args for args, *_ in calls if "--seed=1" in args and NAIVE in args)
+    assert args == [NAIVE, "--steps=12", "--seed=1", f"--out_dir={out / 'naive' / '1'}",
+                    "--overwrite=True"]
     text = (out / "table.md").read_text()
     assert "**Not finished, and counted nowhere: naive seed 1.**" in text and text in said
     assert cells(text)["naive"]["seeds"] == "1 of 2" and cells(text)["shadow"]["seeds"] == "2"
     (out / "mended").touch()
-    code, calls = run("--seeds=3", "--jobs=1")  # the failed one again, a third seed, nothing else
-    done = [args[0][7:-3] + args[2] for args, *_ in calls]
-    assert code == 0 and done == ["naive--seed=1", "naive--seed=2", "shadow--seed=2"]
-    assert {(threads, card) for _, threads, card in calls} == {("1", "3")}
+    assert done("--seeds=3", "--jobs=1") == (0, [  # the failed one again, a third seed
+        "naive--seed=1", "naive--seed=2", "shadow--seed=2"])
     assert "Not finished" not in (out / "table.md").read_text()
     assert run("--seeds=3") == (0, [])
-    code, calls = run("--seeds=2", "--first=2")  # seeds 2, 3, of which one is there
-    done = [args[0][7:-3] + args[2] for args, *_ in calls]
-    assert code == 0 and done == ["naive--seed=3", "shadow--seed=3"]
+    # seeds 2, 3, of which one is there
+    assert done("--seeds=2", "--first=2") == (0, ["naive--seed=3", "shadow--seed=3"])
     assert cells((out / "table.md").read_text())["naive"]["seeds"] == "4"
     code, calls = run("--seeds=3", "--lr=1e-5")
     assert code.startswith("error: lr was 0.0006 in the run") and not calls
-    code, calls = run("--seeds=1", "--steps=13")  # longer: what cannot go on starts again
-    assert code == 0 and len(calls) == 2 and main("--table", f"--out={out}") == 0
-    text = (out / "table.md").read_text()
-    assert "counted nowhere: naive seed 1, naive seed 2, naive seed 3, shadow seed 1" in text
+    # longer: what cannot go on starts again
+    assert done("--seeds=1", "--steps=13") == (0, ["naive--steps=13", "shadow--steps=13"])
+    assert ("counted nowhere: naive seed 1, naive seed 2, naive seed 3, shadow seed 1"
+            in tabled(out))
 
 
 def test_lean_runs_keep_their_logs_alone(fake):
-    """The weights of a run that ended go; one that failed keeps what it has."""
+    """The weights of a run that ended go, not what no run wrote in its folders and beside them, nor
+    what a link leads to; a run that failed keeps what it has."""
     out, run = fake
     assert run("--seeds=1")[0] == 0
     whole = {"ckpt.pt", "ckpt-previous.pt", "model", "best", "adapter"}
     small = {"config.json", "log.jsonl", "train.log"}
     assert set(os.listdir(out / "shadow" / "0")) == whole | small  # control
+    path, elsewhere = out / "naive" / "0", out / "elsewhere"
+    mine = ["model/notes.txt", "ckpt-kept-by-me.pt", "adapter/adapter_model.safetensors"]
+    for name in mine:
+        (path / name).write_text("mine")
+    shutil.move(path / "best", elsewhere)
+    (elsewhere / "run.json").write_text('{"step": 12, "files": ["theirs", "run.json"]}')
+    (elsewhere / "theirs").write_text("theirs")
+    (path / "best").symlink_to(elsewhere)
     code, calls = run("--seeds=2", "--lean=True")
     assert code == 1 and len(calls) == 2  # naive with seed 1 fails
     assert set(os.listdir(out / "shadow" / "1")) == small
     assert set(os.listdir(out / "shadow" / "0")) == small  # of runs that ended before, too
+    assert all((path / name).read_text() == "mine" for name in mine)
+    assert set(os.listdir(path / "model")) == {"notes.txt"}  # the run's own list is gone
+    assert not {"ckpt.pt", "ckpt-previous.pt"} & set(os.listdir(path))
+    assert set(os.listdir(elsewhere)) == {"run.json", "theirs"}
     (out / "naive" / "1" / "ckpt.pt").touch()
     assert run("--seeds=2", "--lean=True")[0] == 1 and (out / "naive" / "1" / "ckpt.pt").exists()
     (out / "mended").touch()
@@ -402,36 +391,13 @@ def test_lean_runs_keep_their_logs_alone(fake):
     assert run("--seeds=2") == (0, [])  # nothing is run again for want of weights
 
 
-def test_lean_leaves_what_no_run_wrote(fake):
-    """In its folders and beside them, and what a link leads to."""
-    out, run = fake
-    assert run("--seeds=1")[0] == 0
-    path, elsewhere = out / "shadow" / "0", out / "elsewhere"
-    mine = ["model/notes.txt", "ckpt-kept-by-me.pt", "adapter/adapter_model.safetensors"]
-    for name in mine:
-        (path / name).write_text("mine")
-    shutil.move(path / "best", elsewhere)
-    (elsewhere / "run.json").write_text('{"step": 12, "files": ["theirs", "run.json"]}')
-    (elsewhere / "theirs").write_text("theirs")
-    (path / "best").symlink_to(elsewhere)
-    assert run("--seeds=1", "--lean=True") == (0, [])
-    assert all((path / name).read_text() == "mine" for name in mine)
-    assert set(os.listdir(path / "model")) == {"notes.txt"}  # the run's own list is gone
-    assert not (path / "ckpt.pt").exists() and not (path / "ckpt-previous.pt").exists()
-    assert set(os.listdir(elsewhere)) == {"run.json", "theirs"}
-
-
-def test_weights_that_cannot_be_deleted_stop_nothing(fake, monkeypatch, capsys):
-    out, run = fake
-
+def test_weights_that_cannot_be_deleted_stop_nothing(tmp_path, monkeypatch, capsys):
     def busy(path):
         raise OSError(13, "Permission denied")
 
     monkeypatch.setattr(ablate, "remove", busy)
-    code, calls = run("--seeds=1", "--lean=True")
-    said = capsys.readouterr()
-    assert code == 0 and len(calls) == 2
-    assert said.err.count("weights stay in") == 2 and "Served compressed" in said.out
+    ablate.strip("a seed 0", str(tmp_path))
+    assert capsys.readouterr().err.startswith(f"a seed 0: weights stay in {tmp_path}: ")
 
 
 def when_ready(out, *numbers):
@@ -465,42 +431,28 @@ def test_a_signal_lets_every_run_save(fake, capsys, name):
     assert " at work: " not in printed.out  # of that it tells after half a minute
     assert printed.out.count(f"stopped after 0.0 min: saved on {name} (") == 2
     assert printed.err == f"{name}: every run finishes its step and saves; once more kills\n"
-    if name != "SIGTERM":
-        return
-    (out / "slow").unlink()
-    (out / "mended").touch()
-    code, calls = run("--seeds=2", "--jobs=2")
-    last = sorted(args[-1] for args, *_ in calls)
-    assert code == 0 and last == ["--overwrite=True"] * 2 + ["--resume=True"] * 2
+    if name == "SIGTERM":
+        (out / "slow").unlink()
+        (out / "mended").touch()
+        code, calls = run("--seeds=2", "--jobs=2")
+        last = sorted(args[-1] for args, *_ in calls)
+        assert code == 0 and last == ["--overwrite=True"] * 2 + ["--resume=True"] * 2
 
 
-@pytest.mark.parametrize("name", ["SIGINT", "SIGTERM"])
-def test_a_run_that_was_just_starting_is_stopped(fake, capsys, name):
+def test_a_run_that_was_just_starting_is_stopped(fake, capsys):
     """train.py does not handle signals until it has loaded what it needs."""
     out, run = fake
     for file in ("slow", "early"):
         (out / file).touch()
-    number = getattr(signal, name)
-    when_ready(out, number)
+    when_ready(out, signal.SIGTERM)
     code, _ = run("--seeds=1", "--jobs=2")
     printed = capsys.readouterr().out
-    assert code == 128 + number and "exit code" not in printed and "failed" not in printed
+    assert code == 128 + signal.SIGTERM and "exit code" not in printed and "failed" not in printed
     for arm in ("naive", "shadow"):
         assert f"{arm} seed 0: stopped after 0.0 min, as it started ({out}/{arm}/0/" in printed
-    line, _ = ablate.report("naive seed 0", str(out / "naive" / "0"), -number, 6, stopped=False)
-    assert "failed after 0.1 min: " in line and f"(exit code -{number:d}, " in line  # control
-
-
-def test_what_is_at_work_is_told(fake, capsys, monkeypatch):
-    """Between the ends of runs. Naive has no log yet, shadow did steps 0 to 3."""
-    out, run = fake
-    (out / "slow").touch()
-    put(out / "shadow" / "0", made(12)[:5])
-    monkeypatch.setattr(ablate, "EVERY", 0)
-    when_ready(out, signal.SIGINT)
-    assert run("--seeds=2", "--jobs=2")[0] == 128 + signal.SIGINT
-    assert ("0 of 4 ended, 2 at work: naive seed 0 step 0 of 12, shadow seed 0 step 4 of 12\n"
-            ) in capsys.readouterr().out
+    path = str(out / "naive" / "0")
+    line, _ = ablate.report("naive seed 0", path, -signal.SIGTERM, 6, stopped=False)
+    assert "failed after 0.1 min: " in line and "(exit code -15, " in line  # control
 
 
 def test_three_of_the_runs_at_work_are_named(tmp_path):
@@ -516,15 +468,21 @@ def test_three_of_the_runs_at_work_are_named(tmp_path):
     assert ablate.at_work(runs[:3], 0, of=3) == f"0 of 3 ended, 3 at work: {steps}"
 
 
-def test_a_second_signal_kills(fake, capsys):
+def test_a_second_signal_kills(fake, capsys, monkeypatch):
+    """What is at work is told between the ends of runs; naive has no log yet, shadow did steps 0 to
+    3."""
     out, run = fake
-    (out / "slow").touch()
-    (out / "deaf").touch()
+    for file in ("slow", "deaf"):
+        (out / file).touch()
+    put(out / "shadow" / "0", made(12)[:5])
+    monkeypatch.setattr(ablate, "EVERY", 0)
     when_ready(out, signal.SIGINT, signal.SIGTERM)
-    code, _ = run("--seeds=1", "--jobs=2")
+    code, _ = run("--seeds=2", "--jobs=2")
     printed = capsys.readouterr()
     assert code == 128 + signal.SIGTERM and printed.err.endswith("SIGTERM: killed\n")
     assert printed.out.count("(exit code -9, ") == 2
+    assert ("0 of 4 ended, 2 at work: naive seed 0 step 0 of 12, shadow seed 0 step 4 of 12\n"
+            ) in printed.out
 
 
 def test_what_goes_wrong_here_ends_the_runs_too(fake, monkeypatch):
@@ -546,13 +504,10 @@ def test_what_goes_wrong_here_ends_the_runs_too(fake, monkeypatch):
 
 def outlives(path, tmp_path):
     """Does a run outlive the process that launched it, killed as soon as the run goes?"""
-    def alive(pid):
-        with open(f"/proc/{pid}/stat") as f:
-            return f.read().rpartition(")")[2].split()[0] != "Z"
     path.mkdir(parents=True)
     (tmp_path / "slow").touch()
     (tmp_path / "naive.py.json").write_text("{}")
-    args = ["config/naive.py", "--seed=0", "--steps=2", f"--out_dir={path}", "--overwrite=True"]
+    args = [NAIVE, "--seed=0", "--steps=2", f"--out_dir={path}", "--overwrite=True"]
     launcher = os.fork()
     if not launcher:
         ablate.launch(str(path), args, 1, None)
@@ -562,10 +517,7 @@ def outlives(path, tmp_path):
     os.waitpid(launcher, 0)
     pid = int((path / "ready").read_text())
     for _ in range(20):
-        try:
-            if not alive(pid):
-                return False
-        except FileNotFoundError:
+        if not alive(pid):
             return False
         time.sleep(0.05)
     os.kill(pid, signal.SIGKILL)
@@ -585,16 +537,11 @@ def test_no_run_outlives_a_kill(tmp_path, monkeypatch):
 @pytest.mark.parametrize("place", ["naive", "naive/0", "naive/0/train.log"])
 def test_no_run_is_written_through_a_link(place, fake, tmp_path):
     out, run = fake
-    victim = tmp_path / "victim"
     (out / place).parent.mkdir(parents=True, exist_ok=True)
-    (out / place).symlink_to(victim)
-    if place.endswith("log"):
-        victim.write_text("theirs")
-    else:
-        victim.mkdir()
+    (out / place).symlink_to(tmp_path / "victim")
     code, calls = run("--seeds=1")
     assert code.startswith(f"error: {out / place} is a link, and nothing is written") and not calls
-    assert victim.read_text() == "theirs" if place.endswith("log") else not os.listdir(victim)
+    assert not (tmp_path / "victim").exists()
 
 
 def test_names_and_lines_that_a_terminal_would_obey(tmp_path, capsys):
@@ -613,15 +560,17 @@ def test_names_and_lines_that_a_terminal_would_obey(tmp_path, capsys):
     assert "error: \\x1b]0;\\x07 \\u202e\\x9b2J (exit code 1" in line
 
 
-def test_a_clock_that_goes_back(fake, capsys, monkeypatch):
+def test_a_run_that_ends_without_a_log_has_failed(fake, capsys, monkeypatch):
+    """And a clock that goes back gives no negative minutes."""
     out, run = fake
-    (out / "mended").touch()
-    moment = time.time()
-    clock = iter(range(10**6))
-    monkeypatch.setattr(time, "time", lambda: moment - 3600 * next(clock))
-    assert run("--seeds=1")[0] == 0
+    clock = iter(range(10**6, 0, -3600))
+    monkeypatch.setattr(time, "time", lambda: next(clock))
+    (out / "fake.py").write_text("print('I did nothing')")
+    monkeypatch.setattr(ablate, "TRAIN", str(out / "fake.py"))
+    assert run("--seeds=1")[0] == 1
     said = capsys.readouterr().out
-    assert said.count("ended after 0.") == 2 and " ended after -" not in said
+    assert said.count("log.jsonl is missing, or is no regular file") == 2
+    assert said.count(" failed after 0.") == 2
 
 
 def test_one_folder_belongs_to_one_process(fake):
@@ -641,36 +590,20 @@ def test_what_cannot_be_printed_stops_nothing(fake, monkeypatch):
     (out / "mended").touch()
     read_end, write_end = os.pipe()
     os.close(read_end)
-    with monkeypatch.context() as m, open(write_end, "w") as broken:
-        m.setattr(sys, "stdout", broken)
-        code, calls = run("--seeds=1")
-    assert code == 0 and len(calls) == 2 and (out / "table.md").exists()
     text = io.TextIOWrapper(io.BytesIO(), encoding="ascii")
-    with monkeypatch.context() as m:
-        m.setattr(sys, "stdout", text)
-        assert run("--seeds=2", "config/naive.py --task=\u00fc.jsonl")[0] == 0
-    assert "| naive task=\\xfc.jsonl | 2 |" in text.buffer.getvalue().decode()
-    with monkeypatch.context() as m:
-        m.setattr(sys, "stdout", None)  # closed before the start
-        assert run("--seeds=2") == (0, [])
-
-
-def test_a_run_that_ends_without_a_log_has_failed(fake, capsys, monkeypatch):
-    out, run = fake
-    (out / "fake.py").write_text("print('I did nothing')")
-    monkeypatch.setattr(ablate, "TRAIN", str(out / "fake.py"))
-    assert run("--seeds=1")[0] == 1
-    assert capsys.readouterr().out.count("log.jsonl is missing, or is no regular file") == 2
+    with open(write_end, "w") as broken:
+        for stdout, argv in ((broken, []), (text, [f"{NAIVE} --task=\u00fc.jsonl"]), (None, [])):
+            with monkeypatch.context() as m:  # None: closed before the start
+                m.setattr(sys, "stdout", stdout)
+                assert run("--seeds=1", *argv)[0] == 0
+    assert "| naive task=\\xfc.jsonl | 1 |" in text.buffer.getvalue().decode()
 
 
 def test_runs_of_an_arm_are_spread_over_the_cards():
     working = []
-    for seed in range(2):
-        for arm in ("dense", "smd"):  # as many arms as cards
-            name = f"{arm} seed {seed}"
-            working.append((name, ablate.freest(["3", "5"], name, working)))
+    for name in ("dense seed 0", "smd seed 0", "dense seed 1", "smd seed 1"):
+        working.append((name, ablate.freest(["3", "5"], name, working)))
     assert [card for _, card in working] == ["3", "5", "5", "3"]
-    assert ablate.freest(["3", "5"], "tis seed 0", working[1:]) == "3"  # the one with fewer runs
     full = [("a seed 0", "3"), ("b seed 0", "5"), ("c seed 0", "5")]
     assert ablate.freest(["3", "5"], "a seed 1", full) == "3"  # fewer runs, though of its own arm
     assert ablate.freest([], "smd seed 0", []) is None
@@ -721,26 +654,25 @@ def test_table_by_hand(tmp_path):
     # and is left out. Half an interval: 12.706 x 0.1667 / 2
     assert compressed["before training"]["mean"] == "0.333 [-0.726, 1.392]"
     assert dense["before training"]["mean"] == "0.750"  # equal for all
-    naive, smd = compressed["naive"], compressed["smd budget=8"]
-    assert naive["seeds"] == "2 of 3" and smd["seeds"] == "2"
-    assert naive["mean"] == "0.625 [-0.963, 2.213]"
-    assert (naive["each seed"], naive["worst"]) == ("0.500 0.750", "0.500")
-    assert (smd["each seed"], smd["worst"]) == ("0.625 0.750", "0.625")  # 0.75, 0.5; 0.75
+    assert compressed["naive"] == {
+        "arm": "naive", "seeds": "2 of 3", "mean": "0.625 [-0.963, 2.213]",
+        "each seed": "0.500 0.750", "worst": "0.500", "best evaluation": "0.625"}
+    assert compressed["smd budget=8"]["each seed"] == "0.625 0.750"  # 0.75, 0.5; 0.75
     assert dense["naive"]["mean"] == "1.000 [1.000, 1.000]"
     assert dense["smd budget=8"]["each seed"] == "0.500 0.500"  # 0 and 1
     t = cells(text)
-    naive, smd = t["naive"], t["smd budget=8"]
-    assert list(t) == names and naive["seeds"] == "2 of 3"
-    assert naive["sampled reward"] == "0.562"  # 0.5, 0.625
+    assert list(t) == names
     assert [row[GAP] for row in t.values()] == ["0.5, 1", "1e-6, 2e-6", "1e-6, 2e-6", ""]
-    accept = "acceptance, mean and p05"
-    assert [row[accept] for row in (naive, smd)] == ["", "0.900, 0.383"]  # 1/3, 1/3 + 0.1
+    smd = t["smd budget=8"]
+    assert smd["acceptance, mean and p05"] == "0.900, 0.383"  # 1/3, 1/3 + 0.1
     assert smd["held-out acceptance, mean and p05"] == "0.500, 0.375"  # 0.25, 0.75; 0.25, 0.5
-    assert (naive["KL"], naive["entropy"], naive["response length"]) == ("0.5", "0.33", "2.5")
-    assert naive["largest lr"] == "0.0001"
-    assert naive["KV kept"] == "1/10.0 (1/2.0)" and t["dense"]["KV kept"] == "1/5.0 (1/1.0)"
-    assert naive["minutes"] == "1.0"  # 20 x (2 + 1) s
-    assert naive["peak GB"] == "22.0" and smd["peak GB"] == ""  # 3 + 19
+    assert t["dense"]["KV kept"] == "1/5.0 (1/1.0)" and smd["peak GB"] == ""
+    naive = [x for x in t["naive"].values() if x]
+    assert naive == ["naive", "2 of 3", "0.562", "0.5, 1",  # sampled reward: 0.5, 0.625
+                     "0.5", "0.33", "2.5", "0.0001",        # KL, entropy, length, largest lr
+                     "1/10.0 (1/2.0)", "1.0", "22.0"]       # 20 x (2 + 1) s, 3 + 19 GB
+    numbers = {3.49: "3.5", 0.026: "0.026", 0.0012: "0.0012", 5.4e-7: "5e-7", 0: "0"}
+    assert all(ablate.small(x) == shown for x, shown in numbers.items())
 
 
 def test_the_best_evaluation_is_each_runs_own(tmp_path):
@@ -753,47 +685,31 @@ def test_the_best_evaluation_is_each_runs_own(tmp_path):
             log = evaluated(log, at, eval_compressed=0.75 if high else 0.25,
                             eval_dense=0.5 - seed / 4 if high else 0.125)
         put(tmp_path / "smd" / str(seed), log)
-    text = tabled(tmp_path)
-    compressed, dense = (rows["smd"] for rows in served(text))
-    assert (compressed["best evaluation"], dense["best evaluation"]) == ("0.750", "0.375")
-    assert compressed["mean"].startswith("0.250 [") and dense["mean"].startswith("0.125 [")
-    assert served(text)[0]["before training"]["best evaluation"] == ""
-    assert "so reads too high" in text
+    compressed, dense = served(tabled(tmp_path))
+    found = [rows["smd"]["best evaluation"] for rows in (compressed, dense)]
+    assert found == ["0.750", "0.375"]
+    assert compressed["smd"]["mean"].startswith("0.250 [")
+    assert dense["smd"]["mean"].startswith("0.125 [")
+    assert compressed["before training"]["best evaluation"] == ""
 
 
 def test_of_many_seeds_the_worst_is_shown(tmp_path):
-    """Single seeds of seven, not of eight; a KL that is not computed is no number."""
-    for name, seeds in (("a", 7), ("b", 8)):
+    """Single seeds of seven, not of eight; a KL that is not computed is no number; different starts
+    are different rows, but the one with all keys."""
+    for name, seeds in (("a", 7), ("b", 8), ("c", 1)):
         for seed in range(seeds):
-            log = [r | dict(kl=0.0) if name == "b" and "kl" in r else r
-                   for r in made(12, seed / 8)]
+            log = made(12, seed / 8, kept=50 if name == "c" else 100, start=0.25 * (name != "c"))
+            if name == "b":
+                log = [r | dict(kl=0.0) if "kl" in r else r for r in log]
             put(tmp_path / name / str(seed), log)
     text = tabled(tmp_path)
-    a, b = (served(text)[0][name] for name in "ab")
+    compressed, dense = served(text)
+    a, b = (compressed[name] for name in "ab")
     assert len(a["each seed"].split()) == 7 and b["each seed"] == ""
     assert a["worst"] == b["worst"] == "0.500" and a["mean"].startswith("0.594 [")
     assert (cells(text)["a"]["KL"], cells(text)["b"]["KL"]) == ("0.5", "")
-
-
-def test_different_starts_are_different_rows(tmp_path):
-    for name, kept in (("c", 50), ("a", 100), ("b", 100)):
-        put(tmp_path / name / "0", made(12, kept=kept, start=kept / 200))
-    compressed, dense = served(tabled(tmp_path))
-    rewards = {name: row["mean"] for name, row in compressed.items()}
-    assert rewards["before training"] == "0.500" and rewards["before training (c)"] == "0.250"
-    assert list(dense) == ["before training", "a", "b", "c"]  # all keys: one and the same
-
-
-def test_nothing_ended_has_no_figure(tmp_path, capsys):
-    put(tmp_path / "a" / "0", made(12)[:-1])
-    assert "0 of 1" in tabled(tmp_path)
-    assert "no run has ended" in capsys.readouterr().err
-
-
-def test_numbers_are_short():
-    numbers = {3.49: "3.5", 0.026: "0.026", 0.0012: "0.0012", 5.4e-7: "5e-7", 0: "0"}
-    assert all(ablate.small(x) == text for x, text in numbers.items())
-    assert ablate.across([]) == "" and ablate.across([0.5]) == "0.500"
+    starts = [compressed[f"before training{of}"]["mean"] for of in ("", " (c)")]
+    assert starts == ["0.250", "0.000"] and list(dense) == ["before training", "a", "b", "c"]
 
 
 def test_one_run_of_train_is_an_arm(tmp_path):
@@ -811,41 +727,17 @@ def test_one_run_of_train_is_an_arm(tmp_path):
     assert code == f"error: {one}/config.json: seed must be an int, got 'five'"
 
 
-def test_a_comma_in_a_name_is_found_again(tmp_path):
-    name = 'x template={"a":1,"b":2}'
-    put(tmp_path / logs.folder(name) / "0", made(12))
-    logs.remember(str(tmp_path), {name: dict(args="", seeds=[0], steps=12)})
-    found = logs.load(str(tmp_path))
-    assert list(found) == [name] and list(found[name]["logs"]) == [0]
-
-
 def test_kept_logs_give_the_table_beside_them():
-    """Also those without kind or problems and with fewer numbers. Tables of one part were written
-    when the last evaluation counted alone: there only the means are looked at."""
+    """But tables of one part, written when the last evaluation counted alone."""
     tables = glob.glob(os.path.join(ROOT, "results", "**", "table.md"), recursive=True)
-    assert len(tables) > 3
     for path in tables:
         where = os.path.dirname(path)
         arms = logs.load(where)
         text = ablate.table(arms, logs.compared(where), every=arms)
-        compressed, dense = served(text)
-        for name, a in arms.items():
-            check_means(where, name, a["logs"], compressed=compressed[name], dense=dense[name])
         with open(path, encoding="utf-8") as f:
             there = f.read()
         assert there == text or there.startswith("| arm")
-
-
-def check_means(where, name, seeds, compressed, dense):
-    """Against the files themselves."""
-    pairs = []
-    for seed in seeds:
-        with open(os.path.join(where, f"{logs.folder(name)}-{seed}.jsonl")) as f:
-            rows = [r for r in map(json.loads, f) if "eval_dense" in r]
-        assert rows[-2]["step"] > 0
-        pairs.append([(rows[-1][key] + rows[-2][key]) / 2 for key in logs.CACHES.values()])
-    for row, values in zip((compressed, dense), zip(*pairs)):
-        assert row["mean"].split()[0] == f"{statistics.fmean(values):.3f}"
+    assert len(tables) > 3
 
 
 def test_compact_keeps_what_a_reader_asks_for():
@@ -854,80 +746,68 @@ def test_compact_keeps_what_a_reader_asks_for():
     step = {k: x for k, x in log[3].items() if not k.startswith("kv_")}
     step["seconds"] = step.pop("rollout_s") + step.pop("learn_s")
     assert small[3] == step | dict(entropy=0.333333, accept_p05=0.333333)
-    assert list(small[3])[0] == list(small[0])[0] == "kind"
-    assert small[0] == log[0] and small[0]["problems"] == 8
+    assert list(small[3])[0] == list(small[0])[0] == "kind" and small[0] == log[0]
     assert small[20]["kv_kept"] == 100 and "kv_kept" not in small[19]
     assert logs.compact(small) == small
 
 
-@pytest.mark.parametrize("change, says", [
-    (dict(reward="0.5"), "reward must be a finite number, got '0.5'"),
-    (dict(reward=float("nan")), "reward must be a finite number, got nan"),
-    (dict(gap=float("inf")), "gap must be"), (dict(lr=None), "lr must be"),
-    (dict(kl=True), "kl must be"), (dict(tokens=10**400), "tokens must be"),
-    (dict(reward_own="\x1b[2J"), r"reward_own must be a finite number, got '\x1b[2J'"),
-    (dict(step=-1), "step must be a whole number from 0, got -1"),
-    (dict(step=3.0), "step must be"), (dict(step=True), "step must be"),
-    (dict(step="3"), "step must be"), (dict(step=None), "step must be"),
-    (dict(step=2), "step 2 is out of order"), (dict(step=1), "step 1 is out of order"),
-    (dict(kind="eval"), "kind must be step with a reward"), (dict(kind=[]), "kind must be"),
-    (dict(learn_s="gone"), "learn_s must be"),
+@pytest.mark.parametrize("row, change, says", [
+    (4, dict(reward="0.5"), "line 5: reward must be a finite number, got '0.5'"),
+    (4, dict(reward=float("nan")), "reward must be a finite number, got nan"),
+    (4, dict(gap=float("inf")), "gap must be"), (4, dict(lr=None), "lr must be"),
+    (4, dict(kl=True), "kl must be"), (4, dict(tokens=10**400), "tokens must be"),
+    (4, dict(reward_own="\x1b[2J"), r"reward_own must be a finite number, got '\x1b[2J'"),
+    (4, dict(step=-1), "step must be a whole number from 0, got -1"),
+    (4, dict(step=3.0), "step must be"), (4, dict(step=True), "step must be"),
+    (4, dict(step=2), "step 2 is out of order"), (4, dict(step=1), "step 1 is out of order"),
+    (4, dict(kind="eval"), "kind must be step with a reward"), (4, dict(kind=[]), "kind must be"),
+    (0, "eval_dense", "line 1: a row of kind eval needs eval_compressed, eval_dense"),
+    (4, "learn_s", "line 5: a row of kind step needs rollout_s, learn_s"),
+    (6, "kv_kept", "the last step has no kv_kept"), (6, dict(kv_kept=0), "dense_shared above 0"),
 ])
-def test_rows_that_train_does_not_write_are_named(change, says, tmp_path):
+def test_rows_that_train_does_not_write_are_named(row, change, says, tmp_path):
     log = made(6)
     put(tmp_path, log)
     assert logs.read(tmp_path / "log.jsonl") == log  # control
-    log[4] |= change  # step 3
+    if isinstance(change, str):
+        del log[row][change]
+    else:
+        log[row] |= change
     put(tmp_path, log)
     with pytest.raises(ValueError) as e:
         logs.read(tmp_path / "log.jsonl")
-    assert str(e.value).startswith(f"{tmp_path}/log.jsonl, line 5: ") and says in str(e.value)
+    assert str(e.value).startswith(f"{tmp_path}/log.jsonl") and says in str(e.value)
     assert "\n" not in str(e.value)
 
 
-def test_rows_that_lack_something_are_named(tmp_path):
-    for row, key in ((0, "eval_dense"), (4, "learn_s"), (6, "kv_kept")):
-        log = made(6)
-        del log[row][key]
-        put(tmp_path, log)
-        with pytest.raises(ValueError, match=key):
-            logs.read(tmp_path / "log.jsonl")
-    log[6]["kv_kept"] = 0  # a share of the cache is taken of it
-    put(tmp_path, log)
-    with pytest.raises(ValueError, match="above 0"):
-        logs.read(tmp_path / "log.jsonl")
-
-
-@pytest.mark.parametrize("line", [b"\xff", b"[" * 100_000, b'{"step": 1', b"", b"9" * 5000])
+@pytest.mark.parametrize("line", [b"\xff", b"[" * 100_000])
 def test_lines_that_are_no_rows_are_named(line, tmp_path):
     (tmp_path / "log.jsonl").write_bytes(line + b"\n")
-    with pytest.raises(ValueError, match="log.jsonl, line 1: ") as e:
+    with pytest.raises(ValueError, match="log.jsonl, line 1: [^\n]*$"):
         logs.read(tmp_path / "log.jsonl")
-    assert "\n" not in str(e.value)
     (tmp_path / "log.jsonl").write_bytes(line)  # without its end it is what a kill leaves
     assert logs.read(tmp_path / "log.jsonl") == []
 
 
 def test_kept_logs_are_small_and_give_the_same_table(fake, tmp_path):
     out, run = fake
-    kept, again = tmp_path / "kept", tmp_path / "again"
+    kept, again, name = tmp_path / "kept", tmp_path / "again", 'x template={"a":1,"b":2}'
     assert run("--seeds=3", f"--keep={kept}")[0] == 1  # naive seed 1 fails
     assert sorted(os.listdir(kept)) == [
         "naive-0.jsonl", "naive-2.jsonl", "settings.json", "shadow-0.jsonl",
         "shadow-1.jsonl", "shadow-2.jsonl"]
     table = (out / "table.md").read_text()
     assert tabled(kept, f"--keep={again}") == table and "naive seed 1" in table
-    for name in os.listdir(again):
-        assert (kept / name).read_text() == (again / name).read_text()
-    settings = json.loads((kept / "settings.json").read_text())
-    assert settings["naive"]["args"] == "config/naive.py --steps=12"
-    assert settings["naive"]["seeds"] == [0, 1, 2]
+    for file in os.listdir(again):
+        assert (kept / file).read_text() == (again / file).read_text()
+    arm = logs.recorded(str(kept))["naive"]
+    assert (arm["args"], arm["seeds"]) == ("config/naive.py --steps=12", [0, 1, 2])
     digits = dict(gap=1.2345678e-7, accept=1 / 7, rollout_s=0.123456789)
-    put(tmp_path / "long" / "smd" / "0",
-        [r | digits if "gap" in r else r for r in made(120)])
-    logs.keep(kept, logs.load(str(tmp_path / "long")))
-    assert os.stat(kept / "smd-0.jsonl").st_size < 30_000
-    assert {*json.loads((kept / "settings.json").read_text())} == {"naive", "shadow", "smd"}
+    log = logs.compact([r | digits if "gap" in r else r for r in made(120)])
+    logs.keep(kept, {name: dict(args="", seeds=[0], steps=120, logs={0: log})})
+    assert os.stat(kept / f"{logs.folder(name)}-0.jsonl").st_size < 30_000
+    assert logs.load(str(kept), [name])[name]["logs"] == {0: log}  # a comma is found again
+    assert {*logs.recorded(str(kept))} == {"naive", "shadow", name}
 
 
 # comparisons
@@ -938,9 +818,16 @@ def test_comparisons_are_parsed():
         (name, "smd budget=32", "dense", None), ("a-b", "c:d", "compressed", None)]
     assert logs.parse_compare("a/b>1/dense>-0.02,a/b/dense>.5,a/b/compressed") == [
         ("a", "b>1", "dense", -0.02), ("a", "b", "dense", 0.5), ("a", "b", "compressed", None)]
-    for text in ("a/b/dense,", "a/b/dense/", "a/b/dense,c", "a/b/dense a/b/dense", "a/b/dense>",
-                 "a/b/dense>-", "a/b/dense>nan", "a/b/dense>0.1,", "a/b/dense<0.1", "a/b>0.1"):
-        with pytest.raises(ValueError, match="write ARM/OTHER"):
+    assert len(logs.parse_compare(",".join(["a/b/dense"] * 4 + ["a/b/dense>0"] * 2))) == 6
+    for text, says in (
+            ("a/b/dense,", "write ARM/OTHER"), ("a/b/dense,c", "write ARM/OTHER"),
+            ("a/b/dense a/b/dense", "write ARM/OTHER"), ("a/b/Dense", "write ARM/OTHER"),
+            ("a/b/dense>-", "for a margin with >NUMBER"), ("a/b/dense>nan", "write ARM/OTHER"),
+            ("a/b/dense<0.1", "write ARM/OTHER"), ("a/b>0.1", "write ARM/OTHER"),
+            ("a/a/dense", "compare 'a/a/dense': write ARM/OTHER"),
+            (",".join(["a/b/dense"] * 5), "names 5 comparisons, at most 4"),
+            (",".join(["a/b/dense>0"] * 3), "names 3 margins, at most 2")):
+        with pytest.raises(ValueError, match=says):
             logs.parse_compare(text)
 
 
@@ -1032,28 +919,24 @@ def test_comparisons_are_written_down_before_the_runs(fake, tmp_path, monkeypatc
     assert list(logs.recorded(str(out))) == ["naive", "shadow"]
     table = (out / "table.md").read_text()
     assert "**Comparisons**, named before the first run: " in table
-    other = "--compare=naive/shadow/dense"
+    other, new = "--compare=naive/shadow/dense", tmp_path / "new"
     for folder in (out, kept):  # named once, they stay
         assert tabled(folder) == table
-        code = main("--table", f"--out={folder}", other)
-        assert code.startswith(f"error: compare was {both!r} in {str(folder)!r}, now it is")
-    assert run("--seeds=3", other)[0].startswith("error: compare was")
-    new = tmp_path / "new"
-    code = main(NAIVE, "config/shadow.py", f"--out={new}", f"--keep={kept}", other)
-    assert code.startswith(f"error: compare was {both!r} in {str(kept)!r}")
-    assert not new.exists()
+        for argv in (["--table", f"--out={folder}"],
+                     [NAIVE, "config/shadow.py", f"--out={new}", f"--keep={folder}"]):
+            code = main(*argv, other)
+            assert code.startswith(f"error: compare was {both!r} in {str(folder)!r}, now it is")
+    assert run("--seeds=3", other)[0].startswith("error: compare was") and not new.exists()
 
 
 def test_comparisons_named_late_say_so(fake):
     out, run = fake
-    (out / "mended").touch()
     assert run("--seeds=1")[0] == 0 and logs.compared(str(out)) is None
     assert "Comparisons" not in (out / "table.md").read_text()
-    assert run("--seeds=2", "--compare=naive/shadow/dense")[0] == 0
-    table = (out / "table.md").read_text()
-    assert "**Comparisons**, named after 2 runs had begun: " in table
-    assert run("--seeds=2", "--compare=naive/shadow/dense") == (0, [])
-    assert (out / "table.md").read_text() == table
+    for _ in range(2):  # of seed 1 naive fails, both times
+        assert run("--seeds=2", "--compare=naive/shadow/dense")[0] == 1
+        table = (out / "table.md").read_text()
+        assert "**Comparisons**, named after 2 runs had begun: " in table
 
 
 # files of others
@@ -1068,14 +951,10 @@ def test_a_log_with_a_step_twice_has_not_ended():
 @pytest.mark.parametrize("name, text", [
     ("settings.json", "[1]"), ("settings.json", '{"ppo": {}}'), ("settings.json", "{"),
     ("settings.json", '{"a": {"args": "", "seeds": ["0"], "steps": 1}}'),
-    ("settings.json", '{"a": {"args": "", "seeds": 3, "steps": 1}}'),
-    ("settings.json", '{"a": {"args": 1, "seeds": [0], "steps": 1}}'),
-    ("settings.json", '{"a": {"args": "", "seeds": [0], "steps": "1"}}'),
     ("settings.json", '{"a": {"args": "", "seeds": [0], "steps": 1, "start": 3}}'),
-    ("settings.json", "[" * 100_000), ("settings.json", '{"--compare": {"compare": "a/b/c"}}'),
-    ("settings.json", '{"--compare": 3}'), ("settings.json", '{"--compare": []}'),
+    ("settings.json", '{"--compare": {"compare": "a/b/c"}}'), ("x-0.jsonl", "[]\n"),
     ("settings.json", '{"--compare": {"compare": "a/b/dense"}}'),
-    ("x-0.jsonl", "junk\n"), ("x-0.jsonl", "[]\n"), ("x-0.jsonl", '{"a": 1}\n')])
+    ("settings.json", '{"--compare": []}')])
 def test_damaged_files_are_named(name, text, tmp_path):
     (tmp_path / name).write_text(text)
     code = main("--table", f"--out={tmp_path}")
@@ -1084,10 +963,7 @@ def test_damaged_files_are_named(name, text, tmp_path):
 
 def test_pipes_are_refused(tmp_path):
     """Reading one would wait for ever."""
-    for name in ("log.jsonl", "settings.json"):
+    for name, read in (("log.jsonl", logs.read), ("settings.json", read_json)):
         os.mkfifo(tmp_path / name)
-    with pytest.raises(FileNotFoundError, match="log.jsonl .*is no regular file"):
-        logs.read(str(tmp_path / "log.jsonl"))
-    with pytest.raises(FileNotFoundError, match="settings.json .*is no regular file"):
-        logs.recorded(str(tmp_path))
-    assert logs.recorded(str(tmp_path / "nothing")) == {}  # control
+        with pytest.raises(FileNotFoundError, match=f"{name} .*is no regular file"):
+            read(str(tmp_path / name))

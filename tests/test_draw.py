@@ -1,20 +1,21 @@
 """The figures show real rollouts and logs, and show them as the definition says."""
-import importlib.util
 import json
 import os
 import re
 import sys
+from itertools import product
 from statistics import median
 
 import pytest
 import torch
 
+from conftest import DEVICE, beside_interpreter, kernel
 from data.tasks import reward
 from experiments import draw
 from experiments.attention import group_until
-from fast.attention import TILE_K, TILE_Q
+from fast.attention import TILE_K, TILE_Q, make_plan
 from grpo import pack, pack_by_hand
-from shadow_attn import triton, visible
+from shadow_attn import visible
 
 
 @pytest.fixture(scope="module")
@@ -64,30 +65,14 @@ def test_what_the_picture_says_about_this_rollout(drawn):
     assert (draw.BUDGET, P) == (24, 49)
 
 
-def test_kept_counts(drawn):
-    *_, ids, rollout, _ = drawn
-    for heads in rollout.kept[0].tolist():
-        for kept in heads:
-            letters = draw.kinds(kept, len(ids))
-            counts = {letter: letters.count(letter) for letter in "skw."}
-            chosen = draw.BUDGET - draw.WINDOW - 2
-            assert counts == {"s": 2, "k": chosen, "w": draw.WINDOW, ".": len(ids) - draw.BUDGET}
-
-
-def test_kinds_and_find_on_numbers_by_hand():
+def test_kinds_and_segments_on_numbers_by_hand():
     w = draw.WINDOW
     kept = [0, 1, 5, 10, *range(20, 20 + w)]
     assert draw.kinds(kept, 20 + w) == "ss...k....k........." + "w" * w
     assert draw.kinds([0, 5], w + 4) == "s....w" + "." * (w - 2)  # a window that reaches back
-    assert draw.find([1, 2, 3, 1, 2, 1], [1, 2]) == [0, 1, 3, 4]
-    assert draw.find([1, 2, 3], [2, 1]) == []
     assert draw.segments(4, [2, 3]) == [
-        ("prompt", 0, 4),
-        ("dense 1", 4, 5),
-        ("dense 2", 5, 7),
-        ("shadow 1", 7, 8),
-        ("shadow 2", 8, 10),
-    ]
+        ("prompt", 0, 4), ("dense 1", 4, 5), ("dense 2", 5, 7), ("shadow 1", 7, 8),
+        ("shadow 2", 8, 10)]
 
 
 def test_every_method_is_printed(drawn, capsys):
@@ -119,21 +104,15 @@ def check_picture(path, colours):
         assert (off < 0.02).sum() > 500, colour
 
 
-def test_without_matplotlib_one_line_says_so(tmp_path, monkeypatch):
-    monkeypatch.setitem(sys.modules, "matplotlib", None)
-    with pytest.raises(SystemExit) as e:
-        draw.main([f"--out={tmp_path / 'mask.png'}"])
-    assert str(e.value) == "error: the picture needs matplotlib: pip install matplotlib"
-    assert not (tmp_path / "mask.png").exists()
-
-
 @pytest.mark.parametrize("argv, says", [
-    (["--out=x.pdf"], "--out must name a .png, got 'x.pdf'"), (["row"], "invalid choice: 'row'")])
-def test_refused_in_one_line(argv, says):
-    with pytest.raises(SystemExit) as e:
+    (["--out=x.pdf"], "--out must name a .png, got 'x.pdf'"), (["row"], "invalid choice: 'row'"),
+    (["--out=new/mask.png"], "the picture needs matplotlib: pip install matplotlib")])
+def test_refused_in_one_line(argv, says, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    with pytest.raises(SystemExit, match=f"^error: [^\n]*{re.escape(says)}[^\n]*$"):
         draw.main(argv)
-    assert str(e.value).startswith("error: ") and says in str(e.value)
-    assert "\n" not in str(e.value)
+    assert not os.path.exists("new")
 
 
 # kept
@@ -150,11 +129,6 @@ def test_the_prompt_as_text(drawn):
     assert lines[0] == "The code for train is 4466." and lines[5] == "\u21b5Answer:"
 
 
-def test_codes_that_are_kept_by_hand():
-    kept = torch.tensor([[[0, 3], [1, 2]], [[2, 3], [0, 1]]])
-    assert draw.kept_codes(kept, [2, 3]) == [[1, 1], [2, 0]]
-
-
 # rows
 
 @pytest.fixture(scope="module")
@@ -163,7 +137,7 @@ def lived():
     return draw.example(*draw.load(), "rows")[2]
 
 
-def test_bars_end_at_until(lived):
+def test_bars_end_at_until(drawn, lived):
     want = pack_by_hand(lived).until
     P, (first, second) = len(lived.prompts[0]), (lived.lengths[0] - 1).tolist()
     shadow = P + first + second
@@ -179,79 +153,44 @@ def test_bars_end_at_until(lived):
             gone = (steps[0, :first] < first).tolist() + (steps[1, :second] < second).tolist()
             assert [kind == "gone" for kind, _ in keys[shadow:]] == gone
             assert {kind for kind, _ in keys} == set(draw.BARS)  # the picture has them all
-
-
-def test_bars_without_eviction_of_responses(drawn):
-    *_, rollout, _ = drawn
-    kinds = {kind for kind, _ in draw.bars(rollout, draw.LAYER, draw.HEAD)}
-    assert kinds == set(draw.BARS) - {"gone"}
+    kinds = {kind for kind, _ in draw.bars(drawn[4], draw.LAYER, draw.HEAD)}
+    assert kinds == set(draw.BARS) - {"gone"}  # no response key was evicted
 
 
 # tiles
 
-def by_rule(until, tile_q, tile_k):
-    """The rule below shadow_attn.py's picture, for keys in row order and sorted. until (N,)
-    -> (tiles computed, those that are full) of each order"""
-    N = len(until)
-    born = torch.arange(-(-N // tile_k) * tile_k)
-    dies = torch.zeros_like(born)
-    dies[:N] = torch.where(until > born[:N], until, 0)
-    first = torch.arange(0, N, tile_q)[:, None]                  # (nq, 1)
-    last = (first + tile_q).clamp(max=N) - 1
-    counts = []
-    for order in (born, dies.argsort(stable=True)):
-        b, d = born[order].view(-1, tile_k), dies[order].view(-1, tile_k)  # (nk, tile_k)
-        some = (b.amin(1) <= last) & (d.amax(1) > first)         # (nq, nk)
-        full = (b.amax(1) <= first) & (d.amin(1) > last)
-        counts.append((int(some.sum()), int(full.sum())))
-    return counts
+KERNELS = "counted"  # tests that run in the interpreter
 
 
-@pytest.fixture(scope="module")
-def listed(drawn, tmp_path_factory):
-    """What `tiles` did: its picture, until (N,) of its head; (born, grid) in row order, and
-    sorted."""
-    if triton is None:
-        pytest.skip("needs triton")
-    path = tmp_path_factory.mktemp("tiles") / "tiles.png"
-    argv = [f"--out={path}"] if importlib.util.find_spec("matplotlib") else []
-    listed, in_interpreter, before = [], draw.in_interpreter, dict(os.environ)
-
-    def first(f, *cases):
-        """The others, which are printed only, take long."""
-        listed.extend(in_interpreter(f, cases[0]))
-        return listed * len(cases)
-    with pytest.MonkeyPatch.context() as m:
-        m.setattr(draw, "in_interpreter", first)
-        draw.main(["tiles", *argv])
-    assert dict(os.environ) == before and draw.kernels.TILE_Q == TILE_Q  # nothing stays changed
-    until = pack(draw.example(*drawn[:2], "tiles")[2]).until[draw.LAYER, draw.HEAD]
-    head = draw.LAYER * drawn[0].config.n_kv_head + draw.HEAD
-    return path, until, [(born[head], grid[head]) for born, grid in listed[0]]
+@kernel
+def test_tiles_that_are_counted_are_those_of_the_plan():
+    until = group_until(P=300, G=4, R=51, budget=60, nkv=2)      # (nkv, N)
+    plan = make_plan(until.to(DEVICE), backward=False)
+    lists, partial, visible, _ = (x.cpu() for x in plan.by_query)
+    (_, in_order), (born, grid) = draw.meet(until, TILE_Q, TILE_K)
+    assert torch.equal(plan.born.cpu(), born.int())
+    listed = torch.zeros_like(grid)
+    for h, i in product(*map(range, partial.shape)):
+        listed[h, i, lists[h, i, :visible[h, i]].long()] = 2
+        listed[h, i, lists[h, i, :partial[h, i]].long()] = 1
+    assert torch.equal(listed, grid)
+    for other in (in_order, draw.meet(until - TILE_Q, TILE_Q, TILE_K)[1][1]):  # controls
+        assert not torch.equal(listed, other)
 
 
-def test_the_tiles_are_drawn(listed):
-    pytest.importorskip("matplotlib")
-    check_picture(listed[0], [colour for colour, _ in draw.PAIRS.values()])
+@beside_interpreter
+def test_kernels_in_interpreter(pass_in_interpreter):
+    pass_in_interpreter()
 
 
-def test_tiles_are_those_of_the_plan(listed):
-    _, until, orders = listed
-    counts = [draw.counted(grid)[1:] for _, grid in orders]
-    assert counts == by_rule(until, draw.TILE_Q, draw.TILE_K)
-    assert counts != by_rule(until - 9, draw.TILE_Q, draw.TILE_K)  # control
-    assert orders[0][0] == sorted(orders[1][0]) != orders[1][0]
-
-
-def test_no_pair_is_missed(listed):
-    _, until, orders = listed
-    pairs = int(visible(until[None]).sum())
-    for born, grid in orders:
-        lines = draw.pairs(until, born, grid)
-        assert len(lines) == len(until) and sum(x in "fp" for line in lines for x in line) == pairs
-        dead = [[0] * len(tiles) for tiles in grid]
+def test_no_pair_is_missed(drawn):
+    until = drawn[-1]
+    seen = int(visible(until[None]).sum())
+    for born, grid in draw.meet(until[None], draw.TILE_Q, draw.TILE_K):
+        lines = draw.pairs(until, born[0], grid[0])
+        assert len(lines) == len(until) and sum(x in "fp" for line in lines for x in line) == seen
         with pytest.raises(KeyError):  # control: a tile that should not be dead
-            draw.pairs(until, born, dead)
+            draw.pairs(until, born[0], 0 * grid[0])
 
 
 # acceptance, and what the page says
@@ -272,48 +211,23 @@ def test_medians_are_of_the_logs(capsys):
     ("mask", [colour for colour, _ in draw.KINDS.values()]),
     ("kept", [draw.KINDS[letter][0] for letter in "skw"] + [draw.CODE]),
     ("rows", [colour for colour, _ in draw.BARS.values()]),
+    ("tiles", [colour for colour, _ in draw.PAIRS.values()]),
     ("acceptance", draw.curves.COLOURS[:3])])
 def test_figures_are_drawn(name, colours, tmp_path, capsys):
-    """In the place of a link that somebody planted; and the captions have their numbers."""
+    """And the captions have their numbers."""
     pytest.importorskip("matplotlib")
-    path, theirs = tmp_path / "new" / f"{name}.png", tmp_path / "theirs"
-    theirs.write_text("theirs")
-    path.parent.mkdir()
-    path.symlink_to(theirs)
+    path = tmp_path / "new" / f"{name}.png"
     draw.main([name, f"--out={path}"])
-    assert theirs.read_text() == "theirs" and not path.is_symlink()
     check_picture(path, colours)
     if name != "mask":
         check_caption(name, capsys.readouterr().out)
 
 
-def caption(name):
-    """The text below the command that draws a figure."""
+def check_caption(name, said):
+    """All numbers of the text below the command that draws a figure are printed."""
     with open(os.path.join(draw.ROOT, "docs", "figures.md"), encoding="utf-8") as f:
         part = f.read().split(f"python -m experiments.draw {name} --out=docs/{name}.png\n```")[1]
-    return part.split("## ")[0]
-
-
-def check_caption(name, said):
-    """All its numbers are printed."""
-    printed = re.findall(r"[\d.]*\d", said)
-    text = caption(name).replace("H2O", "").replace("5th", "")
-    numbers = re.findall(r"[\d.]*\d", text.replace("1 if they agree", ""))
-    assert len(numbers) > 3
-    for number in numbers:
-        assert number in printed, number
+    text = re.sub("H2O|5th|1 if they agree", "", part.split("## ")[0])
+    numbers, printed = (re.findall(r"[\d.]*\d", x) for x in (text, said))
+    assert len(numbers) > 3 and {*numbers} <= {*printed}, {*numbers} - {*printed}
     assert "0.123" not in printed  # control
-
-
-def test_numbers_of_the_caption_of_tiles(drawn, listed):
-    torch.manual_seed(0)
-    large = group_until(P=8192, G=8, R=256, budget=1024, nkv=1)[0]
-    cases = [(large, TILE_Q, TILE_K), (listed[1], draw.TILE_Q, draw.TILE_K),
-             (drawn[-1], draw.TILE_Q, draw.TILE_K)]
-    (a, _), (b, _) = by_rule(*cases[0])
-    text = " ".join(caption("tiles").split())
-    assert f"8 responses of 256 and 1024 keys kept at random it is {a} against {b}" in text
-    (a, full), (b, fuller) = by_rule(*cases[1])
-    assert f"{a} tiles become {b}, and those that need no mask rise from {full} to {fuller}" in text
-    (a, _), (b, _) = by_rule(*cases[2])
-    assert f"{a} against {b} for the rollout of the first figure" in text

@@ -23,9 +23,8 @@ def sections(page):
 
 
 def block(text):
-    """The one block of Python of a section in which everything is defined."""
-    blocks = re.findall(r"^```python\n(.*?)^```", text, re.S | re.M)
-    return blocks[-1]
+    """The last block of Python of a section, in which everything is defined."""
+    return re.findall(r"^```python\n(.*?)^```", text, re.S | re.M)[-1]
 
 
 TASKS, ANSWERS = sections("exercises.md"), sections("answers.md")
@@ -44,11 +43,8 @@ def says(tmp_path):
 
 @pytest.mark.parametrize("number", NUMBERS)
 def test_the_answer_is_right(number, says):
+    """And task, answer and check ask for the same."""
     assert says(number, block(ANSWERS[number])) is None
-
-
-@pytest.mark.parametrize("number", NUMBERS)
-def test_task_answer_and_check_ask_for_the_same(number):
     heads = re.compile(r"^def .*:$", re.M)
     asked = heads.findall(block(TASKS[number]))
     assert asked == [h for h in heads.findall(block(ANSWERS[number])) if "call(" not in h]
@@ -61,26 +57,16 @@ def test_task_answer_and_check_ask_for_the_same(number):
 MISTAKES = {
     "the largest norm stays": (1, ("-k.norm", "k.norm"), "should be kept in the order"),
     "not turned": (1, (".t()", ""), r"must be a tensor of shape \(2, 12\), got \(12, 2\)"),
-    "norm over the heads": (1, ("-k.norm(dim=-1).t()", "-k.norm(dim=1).t()"), "shape"),
-    "all heads alike": (1, ("dim=-1).t()", "dim=(1, 2)).expand(2, -1)"), "KV head"),
-    "branches on values": (
-        1, ("    return", "    if len(k) > 12 and k.max() > 0:\n        k = 2 * k\n    return"),
-        "line 2: RuntimeError"),
     "right for 12 keys alone": (
         1, ("    return", "    if len(k) > 12:\n"
             "        return __import__('kvcache').snapkv(q, k, e, elsewhere)\n    return"),
         "it keeps what snapkv keeps"),
     "token 0 is as the others": (2, ("t == 0", "False"), r"sees\(t=0.*: expected \[0, 1, 2"),
-    "token 1 is dense too": (2, ("t == 0", "t < 2"), r"sees\(t=1"),
-    "row P - 1 does not see itself": (2, ("range(P)", "range(P - 1)"), r"sees\(t=0"),
     "no positions": (2, ("return kept", "return None"), "must hold positions, got None"),
     "no whole positions": (2, ("return kept", "return kept + 0.9"), r"must hold positions, got \["),
-    "text": (2, ("return kept", "return map(str, kept.tolist())"), "must hold positions, got <map"),
     "far too many": (2, ("range(P)", "range(100_000)"), r"got \[0, 1, 2.* \.\.\. .*99999\]"),
     "the variance adds up": (
         3, ("torch.expm1(L * torch.log1p(chi2))", "L * chi2"), "against the sum over all 9 resp"),
-    "the mean square": (3, ("torch.expm1(L", "torch.exp(L"), "all 2 responses: expected"),
-    "p and q swapped": (3, ("/ q)", "/ p)"), "against the sum over all"),
     "a float loses it": (
         3, ("torch.expm1(L * torch.log1p(chi2))", "(p ** 2 / q).sum() ** L - 1"),
         "within about 1e-08 of 1: expected"),
@@ -96,14 +82,10 @@ MISTAKES = {
             "__import__('math').expm1(L * torch.log1p(chi2))"),
         "expected inf, got 'an OverflowError'"),
     "mean over the tokens": (4, ("mask.numel()", "mask.sum()"), r"reduce\(loss, mask\) with 0"),
-    "the longest response": (
-        4, ("mask.numel()", "(6 * mask.sum(-1).max())"), r"reduce\(loss, mask\) with 0"),
     "NaN passes": (4, ("torch.where(mask, loss, 0.0)", "(loss * mask)"), "nan past the mask"),
     "inf passes": (
         4, ("torch.where(mask, loss, 0.0)", "(torch.where(loss.isnan(), 0.0, loss) * mask)"),
         "inf past the mask"),
-    "nothing returned": (
-        4, ("return long / short", "return"), r"heavier\(.*\) must be a number, got None"),
     "two numbers": (
         4, ("return 1.0", "return torch.ones(2)"), r"must be a number, got \[1, 1\]"),
     "only a number": (
@@ -113,35 +95,20 @@ MISTAKES = {
     "a constant": (4, ("return long / short", "return 10.0"), "short=(?!10,).*'sequence'"),
     "useless is of use": (5, ("-snapkv", "snapkv"), "still answers .. of 32"),
     "trusts all": (5, ("    g = ", "    return True\n    g = "), "True, expected False"),
-    "trusts nobody": (5, ("    g = ", "    return False\n    g = "), "False, expected True"),
     "asks twice": (5, ("range(10)", "range(1)"), "from its tenth call on"),
     "no seed": (5, ("torch.manual_seed(0)", "pass"), "False, expected True, of random of kvcache"),
     "never looks behind": (5, ("late[-1] = other_k[-1]", "pass"), "True, expected False.*see"),
     "keys may not be compared": (
         5, ("keys_alone[:, :-3]", "0 * keys_alone[:, :-3]"), "False, expected True, of rkv"),
     "the last query may see it": (5, ("q[-1] = 0", "pass"), "False, expected True"),
-    "codes without words": (6, ('f"{key} {code}"', "code"), "exploit.* earns nothing"),
     "learned by heart": (
         6, ('return " ".join', 'return "coin 4768"\n    " ".join'), "exploit.* earns nothing"),
     "the answer is in it": (6, ("text.strip() == answer", "answer in text"), "all pairs"),
-    "the end counts": (
-        6, ("text.strip() == answer", "text.strip().endswith(answer)"), "accepts a trick"),
-    "spaces do not count": (
-        6, ("text.strip() == answer", 'text.replace(" ", "").strip() == answer.replace(" ", "")'),
-        "no space"),
     "any digits": (
         6, ("text.strip() == answer", 're.fullmatch(r"\\s*[a-z]+ \\d+\\s*", text) '
             "and int(text.split()[-1]) == int(answer.split()[-1])"), "a zero in front"),
     "a full stop": (
         6, ("text.strip()", "text.strip().rstrip('.')"), "accepts a trick: a full stop"),
-    "capitals": (6, ("text.strip()", "text.strip().lower()"), "accepts a trick: capitals"),
-    "bold type": (6, ("text.strip()", "text.strip().strip('*`')"), "accepts a trick: bold type"),
-    "an announcement": (
-        6, ("text.strip() == answer", "text.strip() in (answer, 'Answer: ' + answer)"),
-        "accepts a trick: an announcement"),
-    "pattern and text swapped": (
-        6, ("text.strip() == answer", "text.strip() and re.fullmatch(text.strip(), answer)"),
-        "accepts a trick: a pattern"),
     "nothing around it": (6, ("text.strip()", "text"), "refuses the answer"),
     "the usual direction": (
         7, ("(shadow.exp() * (shadow - dense))", "(dense.exp() * (dense - shadow))"),
@@ -149,12 +116,8 @@ MISTAKES = {
     "the teacher moves": (7, (".detach()", ""), "gradient to dense_logits"),
     "nobody moves": (
         7, ("shadow_logits.log_s", "shadow_logits.detach().log_s"), "has no gradient"),
-    "one number": (7, (".sum(-1)", ".sum(-1).mean()"), r"shape \(5,\), got \(\)"),
     "too late": (7, (".log_softmax(-1)", ".softmax(-1).log()"), "NaN"),
     "responses live": (8, ("seen[P + int(until[u]):, P + u] = 0", "pass"), r"matrix\(kept.* at"),
-    "a step late": (8, ("int(until[u]):", "int(until[u]) + 1:"), "expected 0, got 1"),
-    "the last prompt row": (8, ("seen[P:, j]", "seen[P - 1:, j]"), "expected 1, got 0"),
-    "the last token is fed": (8, ("P + n - 1", "P + n"), "must be a tensor of shape"),
     "a wrong list": (8, ("return seen", "return (1 - seen).tolist()"), "expected 1, got 0"),
     "no matrix": (8, ("return seen", "return [[1], [1, 1]]"), "must be a tensor of .* got list"),
 }
@@ -173,50 +136,29 @@ def test_a_mistake_is_told(mistake, says, monkeypatch):
     assert "\n" not in said and len(said) < 400
 
 
-def test_two_mistakes_of_each():
-    counts = [sum(number == n for n, *_ in MISTAKES.values()) for number in NUMBERS]
-    assert min(counts) >= 3
-
-
 @pytest.mark.parametrize("source, sentence", [
     ("def sees(t, kept, P)\n", r"mine.py, line 1: SyntaxError: expected ':'"),
     ("\n\nsees = 1 / 0\n", "mine.py, line 3: ZeroDivisionError: division by zero"),
     ("x = 1\ndef sees(t, kept, P):\n    if t:\n        return kep\n    return range(P)\n",
      "mine.py, line 4: NameError: name 'kep' is not defined"),
-    ("\ndef sees(t):\n    return []\n", r"mine.py, line 2: TypeError: sees\(\) takes 1 pos"),
-    ("import functools\n\n@functools.cache\ndef sees(t):\n    return []\n",
-     r"mine.py, line [34]: TypeError: sees\(\) takes 1 pos"),
-    ("import torch\n\n@torch.no_grad()\ndef sees(t):\n    return []\n",
-     r"mine.py, line [34]: TypeError: sees\(\) takes 1 pos"),
-    ("class sees:\n    pass\n", r"mine.py: TypeError: sees\(\) takes no arguments"),
-    ("from data.tasks import problem\nsees = problem\n", r"mine.py: TypeError: problem\(\) "),
+    ("\ndef sees(t):\n    return []\n", r"mine.py: TypeError: sees\(\) takes 1 pos"),
     ("import sys\nsys.modules.pop('mine')\n1 / 0\n", "mine.py, line 3: ZeroDivisionError"),
     ("import sys\nsys.exit('bye')\n", "mine.py, line 2: SystemExit: bye"),
-    ("import nowhere\n", "mine.py, line 1: ModuleNotFoundError"),
     ("sees = 3\n", "mine.py has no function sees")])
 def test_an_error_names_its_line(source, sentence, says):
     said = says(2, source)
     assert re.match(sentence, said) and "\n" not in said, said
 
 
-FILLED = ("score = torch.zeros(k.shape[1], len(k))\n    score -= k.norm(dim=-1).t()\n"
-          "    return score")
-
-
 @pytest.mark.parametrize("number, right, also", [
-    (1, "return -k.norm(dim=-1).t()", FILLED.replace("torch.zeros", "k.new_zeros")),
+    (1, "return -k.norm(dim=-1).t()", "score = k.new_zeros(k.shape[1], len(k))\n"
+     "    score -= k.norm(dim=-1).t()\n    return score"),
     (4, "return long / short", "from fractions import Fraction\n"
      "        return Fraction(long, short)"),
-    (4, "return long / short", "from decimal import Decimal\n        return Decimal(long) / short"),
     (8, "return seen", "return seen.tolist()"), (8, "return seen", "return seen.bool().numpy()")])
 def test_other_types_are_right_too(number, right, also, says):
     answer = block(ANSWERS[number])
     assert right in answer and says(number, answer.replace(right, also)) is None
-
-
-def test_new_tensors_under_vmap(says):
-    answer = "import torch\n" + block(ANSWERS[1]).replace("return -k.norm(dim=-1).t()", FILLED)
-    assert re.match(r"mine.py, line \d: RuntimeError: vmap", says(1, answer))
 
 
 def test_encodings(tmp_path):
@@ -233,31 +175,20 @@ def test_encodings(tmp_path):
 
 def test_a_file_beside_it(tmp_path, says, monkeypatch):
     search = sys.path[:]
-    source = "from beside_mine import sees\n"
-    assert "ModuleNotFoundError" in says(2, source)
     (tmp_path / "beside_mine.py").write_text(block(ANSWERS[2]))
     importlib.invalidate_caches()  # the folder was read a moment ago
     monkeypatch.setitem(sys.modules, "beside_mine", None)
     monkeypatch.delitem(sys.modules, "beside_mine")  # and once more when the test ends
-    assert says(2, source) is None
+    assert says(2, "from beside_mine import sees\n") is None
     assert sys.path == search and "mine" not in sys.modules
 
 
 def test_a_gap_is_told(says, monkeypatch):
-    answer = block(ANSWERS[1])
-    for error in (0.0, 1e-5):  # rounding
-        monkeypatch.setattr(check, "replay", off_by(error))
-        assert says(1, answer) is None
-    for error in (1e-3, 1.0):
-        monkeypatch.setattr(check, "replay", off_by(error))
-        assert f"sampler and learner differ by up to {error:.2g}, not" in says(1, answer)
-
-
-def off_by(error):
-    """-> a replay whose gap is this"""
-    def replay(net, rollout, policies):
-        return {"shadow": rollout.logp_roll + error}
-    return replay
+    for error in (1e-5, 1e-3):  # the first is rounding
+        monkeypatch.setattr(check, "replay", lambda net, rollout, policies: {
+            "shadow": rollout.logp_roll + error})
+        said = says(1, block(ANSWERS[1]))
+        assert error < 1e-4 and said is None or "learner differ by up to 0.001, not" in said
 
 
 def test_command_line(tmp_path, capsys):
@@ -273,15 +204,6 @@ def test_command_line(tmp_path, capsys):
     for argv in (["9", str(path)], ["2"], ["two", str(path)], ["2", str(tmp_path / "no.py")]):
         with pytest.raises(SystemExit, match="^error: [^\n]+$"):
             check.main(argv)
-
-
-def test_inputs_depend_on_the_text(says, monkeypatch):
-    seen = []
-    monkeypatch.setitem(check.EXERCISES, 2, (lambda seeds, sees: seen.append(seeds), ["sees"]))
-    for text in ("sees = print\n", "sees = print  # once more\n"):
-        assert says(2, text) is None
-    (fixed, one), (again, other) = seen
-    assert fixed == again == 0 and one != other
 
 
 def test_the_tricks_are_tricks():
@@ -319,8 +241,9 @@ def test_what_the_answers_say_of_the_embedded_checkpoint(monkeypatch):
     assert norm[same].std() < 1e-5 < norm.std()  # the norm is the token's
 
 
-def test_the_sequence_weight_needs_the_small_part_alone():
-    p, q = check.distributions(check.generator(0), 50, 1e-8)
-    chi2 = ((p - q) ** 2 / q).sum()
-    assert 1e-17 < chi2 < 1e-16
-    assert abs((p ** 2 / q).sum() - 1) > 3 * chi2 or (p ** 2 / q).sum() == 1
+def test_inputs_depend_on_the_text(says, monkeypatch):
+    seen = []
+    monkeypatch.setitem(check.EXERCISES, 2, (lambda seeds, sees: seen.append(seeds), ["sees"]))
+    for text in ("sees = print\n", "sees = print  # once more\n"):
+        assert says(2, text) is None
+    assert seen[0][0] == seen[1][0] == 0 and seen[0][1] != seen[1][1]

@@ -58,11 +58,13 @@ def lesson(beside):
 
 
 def test_every_cell_prints_what_stands_below_it(lesson):
+    """And every fence of Python is a cell: another kind would be text that nobody runs."""
     cells, printed = lesson
     printed, trained, compared = iter(printed), False, 0
     for kind, source, want in cells:
         if kind == "markdown":
             trained = trained or TRAINED in source
+            assert not re.search(r"^\s*(?:```|~~~)\s*py", source, re.M)
             continue
         got = next(printed)
         assert same(got, want, trained), f"{source}\nprints\n{got}\nnot\n{want}"
@@ -97,12 +99,10 @@ def test_what_is_the_same():
 
 def test_cells_can_be_pasted_into_a_prompt():
     assert notebook.run(["for i in (1, 2):\n    print(i)\n\nprint(3)\n"]) == ["1\n2\n3\n"]
-    with pytest.raises(SyntaxError):  # as there: the line after a block needs an empty line
-        notebook.run(["for i in (1, 2):\n    print(i)\nprint(3)\n"])
-    with pytest.raises(SyntaxError):
-        notebook.run(["x = (1,\n"])
-    with pytest.raises(NameError):
-        notebook.run(["x = 1\n", "y\n"])
+    for cells, error in ((["for i in (1, 2):\n    print(i)\nprint(3)\n"], SyntaxError),
+                         (["x = (1,\n"], SyntaxError), (["x = 1\n", "y\n"], NameError)):
+        with pytest.raises(error):  # the first: the line after a block needs an empty line
+            notebook.run(cells)
 
 
 def test_update_rewrites_the_blocks_and_nothing_else():
@@ -116,10 +116,11 @@ def test_update_rewrites_the_blocks_and_nothing_else():
     assert notebook.updated(text, ["", ""]) == text.replace("```\n2\n```\n", "")
 
 
-def test_the_notebook_holds_the_lesson(lesson, tmp_path, capsys):
-    cells, _ = lesson
+def test_the_notebook_holds_the_lesson(tmp_path, capsys):
     path = str(tmp_path / "lesson.ipynb")
     notebook.main([f"--out={path}"])
+    with open(notebook.LESSON, encoding="utf-8") as f:
+        cells = notebook.parse(f.read())
     with open(path, encoding="utf-8") as f:
         text = f.read()
     with open(notebook.LESSON.replace(".md", ".ipynb"), encoding="utf-8") as f:
@@ -127,67 +128,43 @@ def test_the_notebook_holds_the_lesson(lesson, tmp_path, capsys):
     made = json.loads(text)
     assert (made["nbformat"], made["metadata"]["kernelspec"]["name"]) == (4, "python3")
     first, *rest = made["cells"]
-    assert first["source"] == notebook.first_cell("")
-    assert [cell["cell_type"] for cell in rest] == [kind for kind, _, _ in cells]
-    for cell, (kind, source, printed) in zip(rest, cells):
-        assert cell["source"] == source.rstrip("\n") and cell["metadata"] == {}
-        if kind == "code":
-            assert cell["execution_count"] is None
-            assert "".join(out["text"] for out in cell["outputs"]) == printed
-        else:
-            assert set(cell) == {"cell_type", "metadata", "source"}
+    assert first["source"] == notebook.FIRST
+    for cell, (kind, source, printed) in zip(rest, cells, strict=True):
+        out = "".join(out["text"] for out in cell.get("outputs", []))
+        assert (cell["cell_type"], cell["source"], out) == (kind, source.rstrip("\n"), printed)
+        assert set(cell) - {"cell_type", "metadata", "source"} == (
+            {"execution_count", "outputs"} if kind == "code" else set())
     count = sum(kind == "code" for kind, _, _ in cells)
     assert capsys.readouterr().out.startswith(f"written to {path}: {count} cells ")
-
-
-def test_every_fence_of_python_is_a_cell(lesson):
-    """Another kind of fence would be text that nobody runs."""
-    cells, _ = lesson
-    with open(notebook.LESSON, encoding="utf-8") as f:
-        fences = re.findall(r"^\s*(?:```|~~~)\s*py", f.read(), re.M)
-    assert len(fences) == sum(kind == "code" for kind, _, _ in cells)
-
-
-def test_the_notebook_overwrites_no_text(capsys):
     with pytest.raises(SystemExit, match="out must end in .ipynb, got 'docs/lesson.md'"):
-        notebook.main(["--out=docs/lesson.md"])
+        notebook.main(["--out=docs/lesson.md"])  # no text is overwritten
 
 
-@pytest.fixture
-def commands(monkeypatch):
-    """-> the commands that a first cell runs, which are not run; git makes what it would fetch"""
+def test_the_first_cell_finds_the_root_or_fetches_it(tmp_path, monkeypatch):
     ran = []
 
     def run(command, check):
+        """Not run; git makes what it would fetch."""
         ran.append(command)
         if command[0] == "git":
             os.makedirs(os.path.join(command[-1], "data", "tiny"))
 
     monkeypatch.setattr("subprocess.run", run)
     monkeypatch.setattr("sys.path", [])
-    return ran
-
-
-def test_the_notebook_finds_the_root(tmp_path, monkeypatch, commands):
-    first = notebook.notebook([])["cells"][0]["source"]
-    (tmp_path / "docs").mkdir()
-    (tmp_path / "data" / "tiny").mkdir(parents=True)
-    monkeypatch.chdir(tmp_path / "docs")
-    for _ in range(2):  # the second time it is there
-        exec(first, {})
-        assert os.getcwd() == str(tmp_path) == sys.path[0]
-    assert [command[1:] for command in commands] == [
-        ["-m", "pip", "install", "-q", "-r", "requirements.txt"]] * 2
-
-
-def test_a_notebook_without_its_repository_fetches_it(tmp_path, monkeypatch, commands):
     monkeypatch.chdir(tmp_path)
     with pytest.raises(AssertionError, match="or say above where one is"):
-        exec(notebook.first_cell(""), {})
+        exec(notebook.FIRST, {})
     hostile = "https://example.org/smd.git; rm -rf '/'"
+    first = notebook.FIRST.replace("clone = ''", f"clone = {hostile!r}")
+    root = tmp_path / "repository"
     for _ in range(2):  # the second time it is there
-        exec(notebook.first_cell(hostile), {})
-        assert os.getcwd() == str(tmp_path / "repository")
-    fetched, *installed = commands
+        exec(first, {})
+        assert os.getcwd() == str(root) == sys.path[0]
+    (root / "docs").mkdir()
+    monkeypatch.chdir(root / "docs")
+    exec(first, {})
+    assert os.getcwd() == str(root)
+    fetched, *installed = ran
     assert fetched == ["git", "clone", "--depth=1", hostile, "repository"]
-    assert [command[3] for command in installed] == ["install"] * 2
+    assert [command[1:] for command in installed] == [
+        ["-m", "pip", "install", "-q", "-r", "requirements.txt"]] * 3

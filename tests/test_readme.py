@@ -4,9 +4,9 @@ import importlib.util
 import json
 import os
 import re
-import statistics
 import subprocess
 import sys
+from statistics import fmean, median, stdev
 from types import SimpleNamespace
 
 import pytest
@@ -18,13 +18,10 @@ import train
 from conftest import share_of_digits
 from data import tasks
 from data.answers import RULES
-from data.files import read_problems
-from data.tokenizer import Tokenizer
 from experiments import plan
-from experiments.logs import load, results
+from experiments.logs import at_end, load, results, series
 from experiments.ttest import interval
-from model import Transformer
-from rollout import Rollout, generate
+from rollout import Rollout
 from run.report import show
 
 ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
@@ -39,6 +36,11 @@ PAGES = ["README.md", "docs/results.md", "docs/speed.md", "docs/reproduce.md",
 def read(name):
     with open(os.path.join(ROOT, name), encoding="utf-8") as f:
         return f.read()
+
+
+def one_line(name):
+    """A page as one line."""
+    return " ".join(read(name).split())
 
 
 def blocks(text, language=""):
@@ -73,22 +75,19 @@ NAMES = {0: "p0", 1: "p1", 2: "p2", 3: "p3", 10: "a0", 11: "a1", 20: "b0", 21: "
 def as_written(packed, rollout):
     """The lines of the README's table for a packed rollout."""
     until = packed.until[0, 0].tolist()
-    predicts = [{} for _ in until]  # of each row: policy -> tokens
+    predicts = [{} for _ in until]  # of each row: tokens -> policies
     for policy, rows in packed.rows.items():
+        by_row = {}
         for token, row in zip(rollout.tokens.flatten().tolist(), rows.flatten().tolist()):
-            predicts[row].setdefault(policy, []).append(NAMES[token])
-    lines = []
+            by_row.setdefault(row, []).append(NAMES[token])
+        for row, tokens in by_row.items():
+            predicts[row].setdefault(" and ".join(tokens), []).append(policy)
+    written = []
     for i, (token, pos) in enumerate(zip(packed.ids.tolist(), packed.pos.tolist())):
         sees = "".join(str(int(j <= i < until[j])) for j in range(len(until)))
-        what = "-"
-        if len(predicts[i]) == 2:
-            assert predicts[i]["dense"] == predicts[i]["shadow"]
-            what = " and ".join(predicts[i]["dense"]) + ", dense and shadow"
-        elif predicts[i]:
-            (policy, tokens), = predicts[i].items()
-            what = f"{' and '.join(tokens)}, {policy}"
-        lines.append([str(i), NAMES[token], str(pos), str(until[i]), sees, what])
-    return lines
+        what = [", ".join([tokens, " and ".join(of)]) for tokens, of in predicts[i].items()]
+        written.append([str(i), NAMES[token], str(pos), str(until[i]), sees, *(what or "-")])
+    return written
 
 
 @pytest.mark.parametrize("pack", [grpo.pack, grpo.pack_by_hand])
@@ -119,6 +118,7 @@ def example():
 
 
 def test_your_eviction_method(example):
+    """In a rollout, as all methods: test_the_tests_take_what_is_pasted."""
     tova = example(0, kvcache)["tova"]
     g = torch.Generator().manual_seed(0)
     q = torch.randn(3, 4, 8, generator=g)                        # (W, nh, hs)
@@ -129,25 +129,8 @@ def test_your_eviction_method(example):
         return sum(heads) / 4                                    # (n,)
 
     score = tova(q, k, kvcache.Eviction("tova", budget=6, window=3, sinks=1))
-    assert score.shape == (2, 9)
-    assert (score - by_hand(-1)).abs().max() < 1e-6
+    assert score.shape == (2, 9) and (score - by_hand(-1)).abs().max() < 1e-6
     assert (score - by_hand(0)).abs().max() > 1e-2  # control: it is the last query that counts
-
-    folder = os.path.join(ROOT, "data", "tiny")
-    net, tok = Transformer.from_pretrained(folder), Tokenizer(folder)
-    encode = tasks.prompt_encoder(tok)
-    prompts = []
-    for i in range(2):
-        p = tasks.problem("kv", "eval", seed=0, index=i, tokens=80, encode=encode)
-        prompts.append(encode(p.text))
-    eviction = kvcache.Eviction("tova", budget=24, window=8, sinks=2, response_budget=9, period=4)
-    rollout = generate(net, prompts, 2, 24, eviction=eviction)
-    assert rollout.kept[0].shape == (4, 2, 24)
-    assert (rollout.kept[0][:, 0] == rollout.kept[0][:, 1]).all()  # all heads voted together
-    assert (rollout.until < 24).any()  # response keys died too
-    out = grpo.replay(net, rollout)
-    assert (out["shadow"] - rollout.logp_roll).abs().max() < 1e-4
-    assert (out["dense"] - rollout.logp_roll).abs().max() > 1e-2
 
 
 def test_your_task_and_reward(example):
@@ -162,24 +145,12 @@ def test_your_task_and_reward(example):
         assert tasks.reward(p, str(min(prices))) == 0.0
 
 
-def test_a_file_of_problems(tmp_path):
-    """As the README describes it: no code at all."""
-    path = tmp_path / "mine.jsonl"
-    lines = [json.dumps({"prompt": f"Say {i}.", "answer": str(i)}) for i in range(20)]
-    path.write_text("\n".join(lines))
-    problems = read_problems(str(path))
-    assert len(problems) == 20
-    assert tasks.reward(problems[7], "I say 7") == 1.0
-    assert tasks.reward(problems[7], "I say 8") == 0.0
-
-
-def test_your_objective(example, tmp_path, monkeypatch, capsys):
+def test_your_objective(example, tmp_path, monkeypatch):
     names = example(2, train)
     assert names["Reinforce"].value is None
     mine = names["Reinforce"](None, SimpleNamespace(learner="shadow"), None)
     rollout = toy()
-    rewards = torch.tensor([[1.0, 0.0]])
-    kept, batch, log = mine.prepare(rollout, rewards, score=None)
+    kept, batch, log = mine.prepare(rollout, torch.tensor([[1.0, 0.0]]), score=None)
     assert kept is rollout and log == {}
     logp = torch.tensor([[[-1.0, -2.0], [-3.0, -5.0]]], requires_grad=True)
     loss, numbers = mine.loss({"shadow": logp}, rollout, batch, old=None, whole=rollout)
@@ -189,12 +160,10 @@ def test_your_objective(example, tmp_path, monkeypatch, capsys):
     assert torch.allclose(logp.grad, torch.tensor([[[-0.125, -0.125], [0.125, 0.125]]]))
 
     monkeypatch.setattr("data.tasks.reward", share_of_digits)
-    out = str(tmp_path / "out")
-    small = ["--steps=1", "--prompts=2", "--eval_final=2", "--distill=0", "--device=cpu"]
-    train.main(["--objective=reinforce", *small, f"--out_dir={out}"])
-    with open(os.path.join(out, "log.jsonl")) as f:
-        steps = [json.loads(line) for line in f if "grad_norm" in line]
-    assert len(steps) == 1 and steps[0]["grad_norm"] > 0 and steps[0]["gap"] < 1e-5
+    train.main(["--objective=reinforce", "--steps=1", "--prompts=2", "--eval_final=2",
+                "--eval_problems=2", "--distill=0", "--device=cpu", f"--out_dir={tmp_path}/out"])
+    step, = [row for row in lines(tmp_path / "out" / "log.jsonl") if "grad_norm" in row]
+    assert step["grad_norm"] > 0 and step["gap"] < 1e-5
 
 
 PASTE = """
@@ -230,52 +199,39 @@ def test_the_tests_take_what_is_pasted(tmp_path):
 
 # size, links, commands, numbers
 
-def test_the_readme_is_short():
-    assert len(read("README.md").split()) <= 2500
-    assert "](docs/mask.png)" in read("README.md")
+OWN = set("""seconds runs help seeds first jobs threads out keep table compare lean update stage
+    lengths layers quick prompt key dots bases stop n device seed system logdir shape
+    standalone nproc_per_node nnodes rdzv_endpoint shutdown numa""".split())  # the last: torchrun's
 
 
 @pytest.mark.parametrize("page", PAGES)
-def test_links_lead_somewhere(page):
-    for link in re.findall(r"\]\(([^)\s]+)\)", read(page)):
+def test_what_a_page_names_exists(page):
+    """Links, files, commands and options."""
+    text, paths = read(page), []
+    for link in re.findall(r"\]\(([^)\s]+)\)", text):
         if link.startswith("https://"):
             continue
         path, _, anchor = link.partition("#")
         target = os.path.normpath(os.path.join(os.path.dirname(page), path)) if path else page
-        assert os.path.exists(os.path.join(ROOT, target)), link
+        paths.append(target)
         if anchor:
             titles = [title.lower() for title in re.findall(r"^#+ (.*)$", read(target), re.M)]
             anchors = [re.sub(r"[^\w -]", "", title).replace(" ", "-") for title in titles]
             assert anchor in anchors, link
-
-
-@pytest.mark.parametrize("page", PAGES)
-def test_files_that_are_named_exist(page):
     folders = "results|docs|data|config|tests|fast|support|experiments|objectives"
-    for path in re.findall(rf"`((?:{folders})/[^`*{{]*)`", read(page)):
+    paths += re.findall(rf"`((?:{folders})/[^`*{{]*)`", text)
+    paths += re.findall(r"config/\w+\.py", text)
+    paths += [f"config/{name}.py" for group in re.findall(r"config/\{([\w,]+)\}\.py", text)
+              for name in group.split(",")]
+    paths += [file for file in re.findall(
+        r"python (\w+\.py)", text.replace("level: `python ablate.py`", ""))
+        if f"is `{file}`" not in text]
+    for path in paths:
         assert os.path.exists(os.path.join(ROOT, path)), path
-
-
-@pytest.mark.parametrize("page", PAGES)
-def test_commands_and_options_exist(page):
-    text = read(page)
     for module in re.findall(r"python -m ([\w.]+)", text):
         assert importlib.util.find_spec(module), module
-    for file in re.findall(r"python (\w+\.py)", text.replace("level: `python ablate.py`", "")):
-        assert os.path.exists(os.path.join(ROOT, file)) or f"is `{file}`" in text, file
-    own = {"seconds", "runs", "help", "seeds", "first", "jobs", "threads", "out", "keep", "table",
-           "compare", "lean", "update", "stage", "lengths", "layers", "quick", "prompt", "key",
-           "dots", "bases", "stop", "n", "device", "seed",
-           "system", "logdir", "shape", "bugdet",  # the last is a slip, which is refused
-           # of torchrun
-           "standalone", "nproc_per_node", "nnodes", "rdzv_endpoint", "shutdown", "numa"}
-    for key in re.findall(r"--(\w+)", text):
-        assert key in train.DEFAULTS or key in own, key
-    for name in re.findall(r"config/(\w+)\.py", text):
-        assert os.path.exists(os.path.join(ROOT, "config", name + ".py")), name
-    for group in re.findall(r"config/\{([\w,]+)\}\.py", text):
-        for name in group.split(","):
-            assert os.path.exists(os.path.join(ROOT, "config", name + ".py")), name
+    # a slip, which is refused, is among them
+    assert {*re.findall(r"--(\w+)", text)} <= OWN | {*train.DEFAULTS, "bugdet"}
 
 
 def test_line_counts_are_about_right():
@@ -286,22 +242,21 @@ def test_line_counts_are_about_right():
         assert abs(len(read(name).splitlines()) - int(lines)) <= 0.1 * int(lines), name
 
 
-def log(name):
-    with open(os.path.join(ROOT, name)) as f:
-        return [json.loads(line) for line in f]
+def lines(name):
+    """The rows of a log."""
+    return [json.loads(line) for line in read(name).splitlines()]
 
 
 def last_lines(log):
     """What a run prints at its end, of the first held-out problem and of both rewards."""
-    first, last = log[0], log[-1]
-    was, now = first["texts"][0], last["texts"][0]
-    lines = [f"the first held-out problem: {was['question']}",
-             f"  right answer          {was['answer']}"]
+    was, now = log[0]["texts"][0], log[-1]["texts"][0]
+    said = [f"the first held-out problem: {was['question']}",
+            f"  right answer          {was['answer']}"]
     for when, found in (("before", was), ("after", now)):
         for cache in ("compressed", "dense"):
-            lines.append(f"  {when + ', ' + cache:20}  {found[cache].strip()!r}, reward "
-                         f"{found['reward_' + cache]:.2f}")
-    return "\n".join([*lines, last_line(log)]) + "\n"
+            said.append(f"  {when + ', ' + cache:20}  {found[cache].strip()!r}, reward "
+                        f"{found['reward_' + cache]:.2f}")
+    return "\n".join([*said, last_line(log)]) + "\n"
 
 
 def last_line(log):
@@ -312,28 +267,24 @@ def last_line(log):
 
 
 def test_the_output_one_should_see_is_the_logs():
-    run = log("results/default-cpu/two-threads.jsonl")
+    run = lines("results/default-cpu/two-threads.jsonl")
     first, second, *_ = blocks(section(read("README.md"), "Run it"))[1:]
     assert first == last_lines(run)
-    naive = last_line(log("results/default-cpu/naive-0.jsonl"))
-    assert second == naive + "\n" and first.endswith(last_line(run) + "\n") and naive not in first
+    naive = last_line(lines("results/default-cpu/naive-0.jsonl"))
+    assert second == naive + "\n" and naive not in first
     step, = blocks(section(read("README.md"), "A step's log line"))
     whole = show(next(r for r in run if "grad_norm" in r))
     assert step.endswith(" | ...\n") and whole.startswith(step.removesuffix("...\n"))
 
 
-def evict():
-    """{(prompt, response): {name: row}} of bench evict."""
-    with open(os.path.join(ROOT, "results", "bench-evict-qwen2.5-0.5b-h200.json")) as f:
-        tables_of = json.load(f)["tables"]
-    return {(t["facts"]["prompt"], t["facts"]["new_tokens"]): {r["name"]: r for r in t["rows"]}
-            for t in tables_of if "new_tokens" in t["facts"]}
-
-
 @pytest.mark.parametrize("page, prompts", [("README.md", 1024), ("docs/speed.md", None)])
 def test_what_eviction_buys_is_that_of_the_log(page, prompts):
     """Every row: tokens a second and peak GB of the evicting cache and of the dense one."""
-    found = evict()
+    found = {}
+    for table in bench("evict-qwen2.5-0.5b"):
+        facts = table["facts"]
+        if "new_tokens" in facts:
+            found[facts["prompt"], facts["new_tokens"]] = {r["name"]: r for r in table["rows"]}
     rows = [cells(line) for line in section(read(page), "What eviction buys").splitlines()
             if re.match(r"\| [\d,]+ \|", line)]
     for row in rows:
@@ -349,14 +300,12 @@ def test_what_eviction_buys_is_that_of_the_log(page, prompts):
 def test_ten_lines_of_python(capsys):
     """What the README's first Python prints: the dense learner is far from the sampler, the shadow
     learner is not."""
-    code, = blocks(section(read("README.md"), "Run it"), "python")
-    exec(code, {})
-    printed = dict(line.split() for line in capsys.readouterr().out.splitlines())
-    shown = blocks(section(read("README.md"), "Run it"))[-1]
-    said = dict(line.split() for line in shown.splitlines())
+    part = section(read("README.md"), "Run it")
+    exec(*blocks(part, "python"), {})
+    printed, said = (dict(line.split() for line in text.splitlines())
+                     for text in (capsys.readouterr().out, blocks(part)[-1]))
     assert printed.keys() == said.keys() == {"dense", "shadow"}
-    for name in said:
-        assert 0.1 < float(printed[name]) / float(said[name]) < 10
+    assert all(0.1 < float(printed[name]) / float(said[name]) < 10 for name in said)
     assert float(printed["shadow"]) < 1e-4 < 1 < float(printed["dense"])
 
 
@@ -381,10 +330,9 @@ def cells(line):
 def tables(name):
     """The tables of ablate.py that a file holds: title -> {first cell: cells}"""
     found = {}
-    for part in read(name).split("\n**")[0:]:
+    for part in read(name).split("\n**"):
         title, _, rest = part.lstrip("*").partition("**")
-        rows = [cells(line) for line in rest.splitlines() if line.startswith("| ")]
-        found[title] = {row[0]: row for row in rows}
+        found[title] = {row[0]: row for row in table_rows(rest)}
     return found
 
 
@@ -392,10 +340,13 @@ ARMS = "dense naive tis mis sparse_rl bypass shadow anchor smd smd_reverse".spli
 FIVE = "dense naive tis shadow smd".split()
 
 
+def table_rows(text):
+    return [cells(line) for line in text.splitlines() if line.startswith("| ")]
+
+
 def rows_of(text):
     """first cell up to a colon -> cells, of every table row of a text"""
-    rows = [cells(line) for line in text.splitlines() if line.startswith("| ")]
-    return {row[0].split(":")[0].strip("* "): row for row in rows[::-1]}
+    return {row[0].split(":")[0].strip("* "): row for row in table_rows(text)[::-1]}
 
 
 @pytest.mark.parametrize("page, title, folder, arms", [
@@ -419,34 +370,31 @@ def test_the_table_of_arms_is_that_of_the_logs(page, title, folder, arms):
         assert row[4] == found["Training"][name][3].split(", ")[-1], arm
 
 
-def mean_and_seeds(folder, label):
-    """What a page says of an arm's rewards under both caches, and of its gap."""
-    found = tables(f"results/{folder}/table.md")
-    name, = [name for name in found["Served compressed"]
-             if re.sub(r" lr=\S+", "", name) == label]
-    both = [found[cache][name] for cache in ("Served compressed", "Served dense")]
-    return [f"{row[2].split()[0]} ({row[3]})" for row in both], found["Training"][name][3]
-
-
 @pytest.mark.parametrize("title, folder, number", [
     ("All arms", "main", 11), ("The KL's weight", "weights", 9),
     ("Other budgets and methods", "budgets methods", 17), ("600 steps", "long", 2)])
 def test_the_smaller_tables_are_those_of_the_logs(title, folder, number):
-    rows, seen = rows_of(section(read("docs/results.md"), title)), 0
-    for label, row in rows.items():
+    """Rewards under both caches with those of each seed, and of the main arms the gap."""
+    seen = 0
+    for label, row in rows_of(section(read("docs/results.md"), title)).items():
         if label != "arm" and not label.startswith("---"):
-            budget = label.endswith(("=84", "=120"))
-            where = folder if " " not in folder else ("budgets" if budget else "methods")
-            both, gap = mean_and_seeds(where, label)
-            assert both == (row[2:4] if folder == "main" else row[1:3]), label
-            assert folder != "main" or row[4] == gap.split(", ")[-1], label
+            where = folder
+            if " " in folder:
+                where = "budgets" if label.endswith(("=84", "=120")) else "methods"
+            found = tables(f"results/{where}/table.md")
+            name, = [name for name in found["Training"] if re.sub(r" lr=\S+", "", name) == label]
+            both = [found[cache][name] for cache in ("Served compressed", "Served dense")]
+            said = [f"{each[2].split()[0]} ({each[3]})" for each in both]
+            if folder == "main":
+                assert row[2:5] == [*said, found["Training"][name][3].split(", ")[-1]], label
+            else:
+                assert row[1:3] == said, label
             seen += 1
     assert seen == number
 
 
 def test_the_bases_are_those_of_the_logs():
-    text = section(read("docs/results.md"), "The base")
-    rows = [cells(line) for line in text.splitlines() if line.startswith("| ")][1:]
+    rows = table_rows(section(read("docs/results.md"), "The base"))[1:]
     folders = ["bases/m1175", "bases/m1165", "main", "bases/seed1", "bases/m1200",
                "bases/m1300", "bases/ceiling"]
     for row, folder in zip(rows, folders, strict=True):
@@ -460,8 +408,7 @@ def test_the_bases_are_those_of_the_logs():
 
 
 def test_the_gold_prefix_is_that_of_the_log():
-    with open(os.path.join(ROOT, "results", "forced.json")) as f:
-        found = json.load(f)
+    found = json.loads(read("results/forced.json"))
     rows = rows_of(section(read("docs/results.md"), "What the dense policy lacks"))
     for name, (kinds, _) in found.items():
         label = "before training" if name == "data/tiny" else name.split("/")[1].split(",")[0]
@@ -521,15 +468,15 @@ def gsm8k(title):
     """Rows of the tables of a part of that section: first cell -> cells, without bold."""
     part = section(read("docs/results.md"), "GSM8K: a real model, long answers, keys evicted while "
                                             "they are written").split(title)[1]
-    rows = [cells(x.replace("**", "")) for x in part.splitlines() if x.startswith("| ")]
-    return {row[0]: row for row in rows[::-1]}  # of equal first cells those of the first table
+    # of equal first cells those of the first table
+    return {row[0]: row for row in table_rows(part.replace("**", ""))[::-1]}
 
 
 def test_the_pilot_of_gsm8k_is_that_of_the_logs():
     rows = gsm8k("*First plan")
     for length, keys in ((256, 128), (256, 96), (256, 64), (256, 48), (256, 32), (256, 24),
                          (512, 96), (512, 64), (512, 48), (512, 32)):
-        first, step = log(f"results/gsm8k/pilot/{length}-{keys}.jsonl")[:2]
+        first, step = lines(f"results/gsm8k/pilot/{length}-{keys}.jsonl")[:2]
         assert rows[f"{length}, {keys}"][1:] == [
             f"{first['eval_compressed']:.3f}", f"{first['eval_dense']:.3f}",
             f"{step['accept_p05']:.2f}"]
@@ -552,9 +499,9 @@ def test_the_rates_of_gsm8k_are_those_of_the_logs(folder, title, rates):
             else:
                 assert said == "{:.3f} / {:.3f}".format(*both[-1])
         if folder == "tune-512-32":
-            run = found[f"{arm} lr=3e-6"]["logs"][100]
-            gap, p05 = ([r[key] for r in run if key in r] for key in ("gap", "eval_accept_p05"))
-            assert rows[arm][3] == f"{gap[0]:.2g}, {statistics.fmean(gap[-10:]):.2g}"
+            run = found[f"{arm} lr=3e-6"]  # of one seed
+            (gap,), (p05,) = (series(run, key) for key in ("gap", "eval_accept_p05"))
+            assert rows[arm][3] == f"{gap[0]:.2g}, {fmean(gap[-10:]):.2g}"
             assert rows[arm][4] == f"{p05[0]:.2f}, {p05[-1]:.2f}"
         if folder == "tune" and arm != "smd":
             chosen = max(zip(both, rates), key=lambda x: sum(x[0]))[1]
@@ -562,23 +509,18 @@ def test_the_rates_of_gsm8k_are_those_of_the_logs(folder, title, rates):
 
 
 def test_gsm8k_is_that_of_the_logs():
-    found, rows, seen = load("results/gsm8k"), gsm8k("*What was run*"), []
+    found, rows, seen = load("results/gsm8k"), gsm8k("*What was run*"), 0
+    table = tables("results/gsm8k/table.md")
     for name, run in found.items():
         arm, _, rate = name.partition(" lr=")
-        _, lr, compressed, dense, gap, cut, length = rows[arm]
-        ends = {}
+        _, lr, *rewards, gap, cut, length = rows[arm]
         assert lr == rate and sorted(run["logs"]) == [0, 1, 2, 3, 4]
-        for key, said in (("eval_compressed", compressed), ("eval_dense", dense)):
-            mean, half = interval([*results(run, key).values()])
-            assert said == f"{mean:.3f} [{mean - half:.3f}, {mean + half:.3f}]"
-        for key in ("gap", "truncated"):
-            logs = [[r[key] for r in x if key in r] for x in run["logs"].values()]
-            ends[key] = [statistics.fmean(statistics.fmean(part) for part in parts) for parts in
-                         ([x[:10] for x in logs], [x[-10:] for x in logs])]
-        assert gap == ", ".join(f"{x:.2g}" for x in ends["gap"])
-        assert cut == ", ".join(f"{x:.2f}" for x in ends["truncated"])
-        first, last = ([x[i]["eval_length"] for x in run["logs"].values()] for i in (0, -1))
-        assert length == f"{statistics.fmean(first):.0f}, {statistics.fmean(last):.0f}"
+        assert rewards == [table[f"Served {cache}"][name][2] for cache in ("compressed", "dense")]
+        for key, said, digits in (("gap", gap, ".2g"), ("truncated", cut, ".2f")):
+            first = fmean(fmean(x[:10]) for x in series(run, key))
+            assert said == f"{first:{digits}}, {fmean(at_end(run, key)):{digits}}"
+        first, last = (fmean(x[i] for x in series(run, "eval_length")) for i in (0, -1))
+        assert length == f"{first:.0f}, {last:.0f}"
     start = found["dense lr=3e-6"]["logs"][0][0]
     assert rows["before training"][2:4] == [
         f"{start[key]:.3f}" for key in ("eval_compressed", "eval_dense")]
@@ -592,11 +534,10 @@ def test_gsm8k_is_that_of_the_logs():
         mean, half = interval(each)
         assert row[1] == f"{mean:+.3f} [{mean - half:+.3f}, {mean + half:+.3f}]"
         assert row[2].split() == [f"{x:+.3f}" for x in each]
-        seen.append(name)
+        seen += 1
         if name == "shadow - naive, served compressed":
-            assert (f"What shadow gains over naive ({mean:.3f} compressed)"
-                    in " ".join(read("README.md").split()))
-    assert len(seen) == 10
+            assert f"What shadow gains over naive ({mean:.3f} compressed)" in one_line("README.md")
+    assert seen == 10
 
 
 def test_length_explains_what_shadow_gains_on_gsm8k():
@@ -617,7 +558,7 @@ def test_length_explains_what_shadow_gains_on_gsm8k():
     error = (contrast @ covariance @ contrast).sqrt()
     assert len(ends) == 35 and len(arms) == 7
     assert (f"{fit[-1]:.4f} a token; at equal length shadow - naive is {contrast @ fit:+.3f}, "
-            f"standard error {error:.3f}") in " ".join(read("docs/results.md").split())
+            f"standard error {error:.3f}") in one_line("docs/results.md")
 
 
 def test_an_arm_of_gsm8k_alone_is_that_of_its_log():
@@ -625,8 +566,8 @@ def test_an_arm_of_gsm8k_alone_is_that_of_its_log():
     arms = sorted(name.removesuffix(".jsonl") for name in os.listdir("results/gsm8k/alone"))
     assert arms == ["bypass", "dense", "naive", "shadow", "smd"]
     for arm in arms:
-        steps = [row for row in log(f"results/gsm8k/alone/{arm}.jsonl") if row["kind"] == "step"]
-        sampling, learning = (statistics.median(row[key] for row in steps[-6:])
+        steps = [row for row in lines(f"results/gsm8k/alone/{arm}.jsonl") if row["kind"] == "step"]
+        sampling, learning = (median(row[key] for row in steps[-6:])
                               for key in ("rollout_s", "learn_s"))
         peak = max(row["peak_gb"] for row in steps)
         assert len(steps) == 8
@@ -637,18 +578,16 @@ def test_the_kept_samples_of_gsm8k_earn_what_they_earned():
     """The rule for numbers was made stricter after these runs; ordinary answers earn the same."""
     seen = []
     for name in sorted(os.listdir("results/gsm8k/samples")):
-        for line in read(f"results/gsm8k/samples/{name}").splitlines():
-            match = re.fullmatch(r">>> (.*) \(answer (.*)\) reward (.*)", line)
-            if match:
-                text = ast.literal_eval(match[1]).removesuffix("<|im_end|>")
-                seen.append((RULES["number"](text, match[2]), float(match[3])))
+        for text, answer, want in re.findall(r"^>>> (.*) \(answer (.*)\) reward (.*)$",
+                                             read(f"results/gsm8k/samples/{name}"), re.M):
+            text = ast.literal_eval(text).removesuffix("<|im_end|>")
+            seen.append((RULES["number"](text, answer), float(want)))
     assert len(seen) == 24 * 9 and all(got == want for got, want in seen)
     assert {want for _, want in seen} == {0, 1}
 
 
 def bench(name):
-    with open(f"results/bench-{name}-h200.json") as f:
-        return json.load(f)["tables"]
+    return json.loads(read(f"results/bench-{name}-h200.json"))["tables"]
 
 
 def test_lora_is_that_of_the_logs():
@@ -687,14 +626,14 @@ def test_cards_are_those_of_the_log():
         ones, twos = (samples(n, shape.lower(), prompt, cards=cards) for cards in (1, 2))
         assert commit in parts[n].split("\n")[0] and len(ones) == 4 - int(n) and len(twos) == 1
         assert one == ", ".join(f"{x:.1f}" for x in ones) and two == f"{twos[0]:.1f}"
-        assert times == f"{twos[0] / statistics.fmean(ones):.2f}"
+        assert times == f"{twos[0] / fmean(ones):.2f}"
     ones, twos = (samples("1", "qwen2.5-1.5b", 8192, cards=cards) for cards in (1, 2))
-    assert f"the 1.5B shape gained x {twos[0] / statistics.fmean(ones):.2f}" in prose
+    assert f"the 1.5B shape gained x {twos[0] / fmean(ones):.2f}" in prose
 
     def steps(start, what):
         lists = [json.loads(x) for x in re.findall(
             rf"^{start}.*: cards qwen2.5-0.5b {what}: .* ms (\[.*\])", text, re.MULTILINE)]
-        return statistics.median(sum(lists, [])) / 1e3
+        return median(sum(lists, [])) / 1e3
 
     one, beside = steps("alone", "as it is"), steps("beside", "as it is")
     threads = steps("rank 0 of 2", "8 threads")
@@ -726,14 +665,14 @@ def test_commits_in_turns():
     large, small = pairs.values()
     assert table["543fc69"] == [", ".join(f"{x:.2f}" for x in sorted(large)),
                                 f"{min(small):.2f} to {max(small):.2f}, median "
-                                f"{statistics.median(small):.2f}, five pairs: not resolved"]
+                                f"{median(small):.2f}, five pairs: not resolved"]
     assert len(small) == 5
 
     sets = {n: ratios_of_sets(text.split(f"\n# {n}. ")[1].split("\n\n")[0]) for n in (2, 3)}
 
     def mean(ratios):
-        return (f"{statistics.fmean(ratios):.2f}",
-                f"{statistics.stdev(ratios) / len(ratios)**0.5:.2f}")
+        return (f"{fmean(ratios):.2f}",
+                f"{stdev(ratios) / len(ratios)**0.5:.2f}")
 
     before, tip, later = sets[2]["before"], sets[2]["tip"], sets[3]["tip"]
     assert len(before) == len(tip) == 8 and len(later) == 4
@@ -750,7 +689,7 @@ def test_commits_in_turns():
         *steps[1:], *(row["ms"] / 1e3 for row in theirs)) in " ".join(page.split())
     times = [re.search(rf"\n{commit}: (.*) ms, median ([\d.]+)\n", read("results/times.log"))
              for commit in ("7614d2f", "91e02bc")]
-    assert all(f"{statistics.median(map(float, x[1].split())):.1f}" == x[2] for x in times)
+    assert all(f"{median(map(float, x[1].split())):.1f}" == x[2] for x in times)
     assert f"takes {times[0][2]} ms against {times[1][2]} (" in page
 
 
@@ -758,7 +697,7 @@ def ratios_of_sets(part):
     """arm -> of each set its median step over that of the arm base"""
     rows, ratios, held = [json.loads(x) for x in part.splitlines() if x[0] == "{"], {}, {}
     for row in rows:
-        ms = statistics.median(row["steps"])
+        ms = median(row["steps"])
         if row["arm"] == "base":  # the first of its set
             base = ms
         assert abs(ms / base - row["ratio"]) < 3e-3 and abs(ms - row["ms"]) < 0.6
@@ -773,7 +712,7 @@ def ratios_of_sets(part):
 
 def test_what_the_host_costs():
     """The table of docs/speed.md, what it says below, and their log."""
-    text, page = read("results/host-h200.log"), " ".join(read("docs/speed.md").split())
+    text, page = read("results/host-h200.log"), one_line("docs/speed.md")
     rows = [cells(x) for x in read("docs/speed.md").splitlines()
             if re.search(r"8 x 8 responses of \d+ \|", x)]
     learns = [re.search(r"learn: wall .*, busy (\d+) ms, .* kernels (\d+),", x).groups()
@@ -784,7 +723,7 @@ def test_what_the_host_costs():
             r"^(\S+) \d+ (\w+) median ms (\d+) = \d+ \+ (\d+), peak ([\d.]+) (\[.*\])", text,
             re.MULTILINE):
         steps = json.loads(single)
-        assert abs(statistics.median(steps) - int(whole)) <= 1
+        assert abs(median(steps) - int(whole)) <= 1
         arms[shape[:5], arm] = int(whole), learn, float(peak), steps
     assert len(rows) == len(learns) == len(clocks) == 2 and len(arms) == 9
     for row, (busy, kernels), clock, shape in zip(rows, learns, clocks, ("qwen2", "smoll")):
@@ -798,8 +737,8 @@ def test_what_the_host_costs():
     assert f"step took {100 - 100 * large / base:.0f} % less" in read("docs/memory.md")
     (base, _, _, two), (_, _, _, without) = arms["smoll", "base"], arms["smoll", "noempty"]
     took = [a - b for a, b in zip(two, without, strict=True)]
-    error = statistics.stdev(took) / len(took)**0.5
-    assert (f"took {statistics.fmean(took):.0f} ms (standard error {error:.0f}) of SmolLM2's "
+    error = stdev(took) / len(took)**0.5
+    assert (f"took {fmean(took):.0f} ms (standard error {error:.0f}) of SmolLM2's "
             f"training step of {base};") in page
     assert (f"lie between {min(whole) / 1e3:.2f} and {max(whole) / 1e3:.2f} s, or "
             f"{min(two) / 1e3:.2f} and {max(two) / 1e3:.2f}.") in page

@@ -19,9 +19,9 @@ from shadow_attn import shadow_attention
 R = 10
 
 
-@pytest.fixture(scope="module")
-def model():
-    return toy()
+def sampled(model, evict):
+    r = generate(model, prompts(61, 40), 2, R, eviction=Eviction(evict, **SMALL), seed=1)
+    return r, variance.score(model, r)
 
 
 @pytest.fixture(scope="module")
@@ -30,17 +30,11 @@ def evicted(model):
     return sampled(model, "snapkv")
 
 
-def sampled(model, evict):
-    r = generate(model, prompts(61, 40), 2, R, eviction=Eviction(evict, **SMALL), seed=1)
-    return r, variance.score(model, r)
-
-
 SIGN = torch.tensor([[1.0, -1.0], [-1.0, -1.0]])
 
 
 def measured(model, r, logp, n, layer=None):
-    """-> {arm: log |g|^2 (B, G)}, {arm: log |mean g|^2}, log W (B, G), for the first n
-    tokens"""
+    """-> {arm: log |g|^2 (B, G)}, {arm: log |mean g|^2}, log W (B, G), for the first n tokens"""
     log_w = (logp["dense"].double() - r.logp_roll.double()).cumsum(-1)[..., n - 1]
     part = variance.cut(r, n)
     weights = variance.token_weights(logp["dense"][..., :n], part)
@@ -63,69 +57,50 @@ def dense_log_prob(model, ids):
     return logp.gather(1, torch.tensor(ids)[1:, None])[:, 0]
 
 
-def log_square(x):
-    return x.double().pow(2).sum().log()
+def close(log_square, grad, tolerance=1e-3):
+    return math.isclose(log_square, grad.double().pow(2).sum().log(), rel_tol=tolerance,
+                        abs_tol=tolerance)
 
 
-def close(x, y, tolerance=1e-3):
-    return math.isclose(x, y, rel_tol=tolerance, abs_tol=tolerance)
-
-
-def weights_by_hand(ratios):
-    """{(b, g): w (n,)} -> {(b, g): {arm: weights}}"""
-    norm = torch.cat([w.clamp(max=1.5) for w in ratios.values()]).mean()  # over the batch
-    out = {}
-    for at, w in ratios.items():
-        kept = (w >= 0.5) & (w <= 1.5) & (w.min() >= 1e-4)
-        out[at] = dict(naive=torch.ones_like(w), tis=w.clamp(max=2),
-                       sparse_rl=w.clamp(max=1.5) / norm * kept,
-                       seq=w.double().prod().float().expand(len(w)))
-    return out
-
-
-@pytest.mark.parametrize("n", [4, R])
-def test_gradients_and_weights_by_hand(model, evicted, n):
-    """Every dense arm from separate plain forward passes; weights written out; seq as a
-    product of ratios; |mean g|^2 too."""
+def test_gradients_and_weights_by_hand(model, evicted, n=4):
+    """Every dense arm from separate plain forward passes; weights written out; seq as a product of
+    ratios; |mean g|^2 too."""
     r, logp = evicted
     params = list(model.parameters())
+
+    def gradient(loss):
+        grads = torch.autograd.grad(loss, params, retain_graph=True)
+        return torch.cat([grad.flatten() for grad in grads])
+
     sq, mean, log_w = measured(model, r, logp, n)
     ids = {(b, g): r.prompts[b] + r.tokens[b, g, :n].tolist() for b in range(2) for g in range(2)}
-    ratios = {at: (dense_log_prob(model, ids[at])[-n:].detach() - r.logp_roll[at][:n]).exp()
-              for at in ids}
-    # clips have something to do
-    assert min(w.min() for w in ratios.values()) < 0.5
-    assert max(w.max() for w in ratios.values()) > 1.5
-    by_hand = weights_by_hand(ratios)
+    dense = {at: dense_log_prob(model, ids[at])[-n:] for at in ids}
+    ratios = {at: (dense[at].detach() - r.logp_roll[at][:n]).exp() for at in ids}
+    every = torch.cat([*ratios.values()])
+    assert every.min() < 0.5 and every.max() > 1.5  # clips have something to do
+    norm = every.clamp(max=1.5).mean()  # over the batch
     total = dict.fromkeys(("naive", "tis", "sparse_rl", "seq"), 0.0)
     for at, w in ratios.items():
-        assert close(w.double().log().sum(), log_w[at], tolerance=1e-4)
-        for arm, weight in by_hand[at].items():
-            loss = (weight * dense_log_prob(model, ids[at])[-n:]).sum()
-            grad = torch.cat([x.flatten() for x in torch.autograd.grad(loss, params)])
+        assert math.isclose(w.double().log().sum(), log_w[at], rel_tol=1e-4, abs_tol=1e-4)
+        kept = (w >= 0.5) & (w <= 1.5) & (w.min() >= 1e-4)
+        weights = dict(naive=torch.ones_like(w), tis=w.clamp(max=2),
+                       sparse_rl=w.clamp(max=1.5) / norm * kept,
+                       seq=w.double().prod().float().expand(len(w)))
+        for arm, weight in weights.items():
+            grad = gradient((weight * dense[at]).sum())
             total[arm] = total[arm] + SIGN[at] * grad / 4
-            assert close(log_square(grad), sq[arm][at]), arm
-    for arm, g in total.items():
-        assert close(log_square(g), mean[arm]), arm
-    # the shadow arm from a packed group, one sample at a time
-    shadow = replay(model, variance.cut(r, n), ("shadow",))["shadow"]
+            assert close(sq[arm][at], grad), arm
+    part = variance.cut(r, n)
+    shadow = replay(model, part, ("shadow",))["shadow"]  # a packed group, one sample at a time
     for at in ids:
-        grad = torch.autograd.grad(shadow[at].sum(), params, retain_graph=True)
-        flat = torch.cat([x.flatten() for x in grad])
-        assert math.isclose(log_square(flat), sq["shadow"][at], abs_tol=1e-3)
-    for arm in by_hand[0, 0]:  # each another gradient than that
-        assert (sq[arm] - sq["shadow"]).abs().max() > 0.1
-    if n == 4:  # of a part of the parameters
-        last, first = (measured(model, r, logp, 4, layer=layer)[0] for layer in (-1, 0))
-        assert (last["naive"] < sq["naive"]).all()
-        assert (last["naive"] != first["naive"]).all()
-
-
-def test_a_prefix_scores_as_part_of_the_whole(model, evicted):
-    r, logp = evicted
-    part = variance.score(model, variance.cut(r, 4))
-    for p in ("dense", "shadow"):
-        assert torch.allclose(part[p], logp[p][..., :4], atol=1e-4)
+        assert close(sq["shadow"][at], gradient(shadow[at].sum()))
+    for arm, g in total.items():
+        assert close(mean[arm], g), arm
+        assert (sq[arm] - sq["shadow"]).abs().max() > 0.1  # each another gradient than that
+    last, first = (measured(model, r, logp, n, layer=layer)[0]["naive"] for layer in (-1, 0))
+    assert (last < sq["naive"]).all() and (last != first).all()  # of a part of the parameters
+    for policy, whole in variance.score(model, part).items():  # a prefix scores as in the whole
+        assert torch.allclose(whole, logp[policy][..., :n], atol=1e-4)
 
 
 def test_shadow_weight_is_one_and_dense_is_not(evicted):
@@ -241,15 +216,15 @@ def test_summary_of_known_distributions():
     assert dropped["log_var"]["value"] == [None] * 5 and dropped["alive"] == [0.0] * 5
 
 
-def test_command_line(tmp_path, capsys, monkeypatch):
+def test_command_line(tmp_path, capsys):
     """A small run on the embedded checkpoint, lengths that do not fit, the figure from the numbers
-    alone, in the place of a link; refusals in one line."""
+    alone; refusals in one line."""
+    pytest.importorskip("matplotlib")
     out = tmp_path / "out"
     args = ["--prompts=2", "--group=2", "--lengths=4,6,5000", "--layers=last", "--device=cpu",
             "--task=kv", "--prompt_tokens=64", "--budget=24", "--window=16",
             "--resamples=100", f"--out={out}"]
-    pytest.importorskip("matplotlib")
-    with monkeypatch.context() as m:
+    with pytest.MonkeyPatch.context() as m:
         m.setattr(variance, "figure", lambda res, path: None)  # it is drawn below
         variance.main(args)
     printed = capsys.readouterr().out
@@ -257,11 +232,7 @@ def test_command_line(tmp_path, capsys, monkeypatch):
     res = json.loads((out / "variance.json").read_text())
     assert res["lengths"] == [4, 6]
     assert all(v < -15 for v in res["weight"]["log_var_shadow"]["value"])
-    (tmp_path / "theirs").write_text("theirs")
-    (out / "variance.png").symlink_to(tmp_path / "theirs")
     variance.main(["--figure", f"--out={out}"])
-    assert (tmp_path / "theirs").read_text() == "theirs"
-    assert not (out / "variance.png").is_symlink()
     assert (out / "variance.png").stat().st_size > 10_000
     with pytest.raises(SystemExit, match="^error: no length fits the model's context$"):
         variance.main([*args, "--lengths=4000"])
@@ -280,12 +251,10 @@ def test_arms_look_as_elsewhere():
 
 
 @pytest.mark.parametrize("argv, says", [
-    (["--lengths=1,8"], "lengths must be at least 2"), (["--lengths=a"], "whole numbers"),
-    (["--lengths=4,1_6"], "whole numbers"), (["--lengths=4.0"], "whole numbers"),
+    (["--lengths=1,8"], "lengths must be at least 2"), (["--lengths=4.0"], "whole numbers"),
     (["--lengths="], "whole numbers"), (["more"], "no such config file"), (["--out="], "out a"),
     (["--out=/proc/x"], "cannot write to folder '/proc/x'"),
-    (["--model=/no/where"], "no such folder"),
-    (["--device=foo"], "device must be auto"), (["--device=cpu:1"], "device must be auto"),
+    (["--model=/no/where"], "no such folder"), (["--device=foo"], "device must be auto"),
     (["--response_budget=60"], "without eviction of response keys"),
     (["--resamples=5"], "resamples at least 100"), (["--layers=first"], "layers"),
     (["--figures=1"], "figure"), (["--group=1"], "group")])
@@ -296,7 +265,7 @@ def test_refused_in_one_line(argv, says, tmp_path):
 
 
 @pytest.mark.parametrize("text", [
-    "[]", "{", '{"a": 1}', "[" * 100_000, '{"weight": 1, "gradient": {}, "lengths": []}',
+    "[]", "{", '{"weight": 1, "gradient": {}, "lengths": []}',
     '{"settings": {"prompts": 2, "group": 2}, "weight": {}, "gradient": {}, "lengths": [2]}'])
 def test_damaged_numbers_are_named(text, tmp_path):
     (tmp_path / "variance.json").write_text(text)
