@@ -45,19 +45,14 @@ def score(task, gold, text):
 
 # rewards
 
-@pytest.mark.parametrize("text", [
-    "4817", " 4817", "4817.\n", "**4817**", "The code for apple is 4,817.", "The code\nis\n\n4817",
-    "4817<|end|>", "4817<|im_end|>\n", "4817.0", "4817 (4817)", "X7 is 4817", "$4817"])
-def test_a_right_answer_earns_one(text):
-    assert score("needle", "4817", text) == 1.0
-
-
-@pytest.mark.parametrize("text", [
-    "", "   \n", "<|end|>", "4817 or 9999", "9999 or 4817", "4817, 9999", "1234/4817", "48170",
-    "14817", "-4817", "4 817", "481", "4817.5", "X4817", "a4817", "4817 and also 1000 1001 1002",
-    "٤٨١٧", "4817e1 9", "four eight one seven"])
-def test_a_hack_earns_nothing(text):
-    assert score("needle", "4817", text) == 0.0
+@pytest.mark.parametrize("text, want", [
+    *((text, 1) for text in ("4817", " 4817\n", "**4817**", "The code for apple is 4,817.",
+                             "4817<|end|>", "4817.0", "4817 (4817)", "X7 is 4817", "$4817")),
+    *((text, 0) for text in ("", "   \n", "<|end|>", "4817 or 9999", "9999 or 4817", "1234/4817",
+                             "48170", "-4817", "4 817", "481", "4817.5", "X4817", "٤٨١٧",
+                             "4817e1 9", "4817 and also 1000 1001 1002"))])
+def test_one_number_and_no_other(text, want):
+    assert score("needle", "4817", text) == want
 
 
 @pytest.mark.parametrize("text, want", [
