@@ -15,13 +15,13 @@ GRPO: the G responses to one prompt are each other's baseline.
 
     A_g = (reward_g - mean) / (std + 1e-4)                    "constant" leaves out the division
     r_t = exp(logp_t - logp_old_t)                             to the learner before its update
-    L   = sum_t scale_t w_t * -min(r_t A, clip(r_t, 1 - clip, 1 + clip_high) A)
+    L   = sum_t scale_t weight_t * -min(r_t A, clip(r_t, 1 - clip, 1 + clip_high) A)
 
-`scale` is the reduction by name. `w` corrects for a sampler that was not the learner: with a dense
-learner and an evicting sampler it is all there is; with replay both are one policy and w is 1. On
-the first update after a rollout r is exactly 1, so the loss is 0 by construction ("sequence"; the
-others leave the spread of lengths), its gradient is not. With ratio_to = "sampler" logp_old is the
-sampler's log-prob: what trainers call bypass, and their answer to a sampler that was not the
+`scale` is the reduction by name. `weight` corrects for a sampler that was not the learner: with a
+dense learner and an evicting sampler it is all there is; with replay both are one policy and it is
+1. On the first update after a rollout r is exactly 1, so the loss is 0 by construction ("sequence";
+the others leave the spread of lengths), its gradient is not. With ratio_to = "sampler" logp_old is
+the sampler's log-prob: what trainers call bypass, and their answer to a sampler that was not the
 learner. ref_kl adds a KL to the initial model, train.update the distillation term.
 
 Left out on purpose: reward models, entropy bonus, a dual clip, sequence-level ratios (GSPO).
@@ -74,9 +74,9 @@ def pack_by_hand(rollout, policies=("dense", "shadow")):
     policies = [policy for policy in ("dense", "shadow") if policy in policies]
     ids, pos, until = [], [], []  # of each row; until[row][layer][kv_head]
     rows = {policy: torch.full((B, G, R), -1) for policy in policies}
-    for b, prompt in enumerate(rollout.prompts):
+    for group, prompt in enumerate(rollout.prompts):
         P = len(prompt)
-        fed = [n - 1 for n in rollout.lengths[b].tolist()]  # rows of each copy
+        fed = [n - 1 for n in rollout.lengths[group].tolist()]  # rows of each copy
         first = len(ids)  # the row of the prompt's first token
         own = sum(fed)  # rows that the responses take under one policy
         end = first + P + len(policies) * own  # where the next group begins
@@ -85,28 +85,28 @@ def pack_by_hand(rollout, policies=("dense", "shadow")):
         # tests/test_grpo.py holds both
         dropped_at = end - own if "shadow" in policies else end
 
-        for j, token in enumerate(prompt):
+        for position, token in enumerate(prompt):
             ids.append(token)
-            pos.append(j)
-            kept = [[j in rollout.kept[b][layer][head] for head in range(nkv)]
-                    for layer in range(L)]
+            pos.append(position)
+            kept = [[position in heads for heads in layer]
+                    for layer in rollout.kept[group]]
             until.append([[end if stays else dropped_at for stays in heads]
                           for heads in kept])
 
         for policy in policies:
-            for g in range(G):
+            for sample in range(G):
                 born = len(ids)  # the first row of this copy
-                gone = born + fed[g]  # the row after its last
-                rows[policy][b, g, 0] = first + P - 1
-                for t in range(fed[g]):
-                    ids.append(int(rollout.tokens[b, g, t]))
-                    pos.append(P + t)
+                gone = born + fed[sample]  # the row after its last
+                rows[policy][group, sample, 0] = first + P - 1
+                for step in range(fed[sample]):
+                    ids.append(int(rollout.tokens[group, sample, step]))
+                    pos.append(P + step)
                     dies = torch.full((L, nkv), gone)  # with its copy
                     if policy == "shadow":  # or when the sampler dropped it
-                        dropped = born + rollout.until[:, :, b, g, t].cpu()
+                        dropped = born + rollout.until[:, :, group, sample, step].cpu()
                         dies = dies.minimum(dropped)
                     until.append(dies.tolist())
-                    rows[policy][b, g, t + 1] = born + t
+                    rows[policy][group, sample, step + 1] = born + step
     until = torch.tensor(until, dtype=torch.int32)              # (N, L, nkv)
     until = until.permute(1, 2, 0).contiguous()                 # (L, nkv, N)
     return Packed(torch.tensor(ids), torch.tensor(pos), until, rows)
@@ -118,11 +118,11 @@ def pack(rollout, policies=("dense", "shadow")):
     `pack_by_hand` line by line, in tensors: a policy's copies of a whole group at a time. Of
     responses of 4, 2 and 3 tokens, where a policy's copies begin at row 100:
 
-        g     0    0    0    1    2    2      sample and token of each row
-        t     0    1    2    0    0    1
-        row   100  101  102  103  104  105
-        born  100  100  100  103  104  104    by sample 100 103 104, fed 3 1 2
-        gone  103  103  103  104  106  106    by sample 103 104 106
+        sample  0    0    0    1    2    2      of each row
+        step    0    1    2    0    0    1      the token's number in its response
+        row     100  101  102  103  104  105
+        born    100  100  100  103  104  104    by sample 100 103 104, fed 3 1 2
+        gone    103  103  103  104  106  106    by sample 103 104 106
 
     Raises ValueError for a log that does not fit."""
     if (not policies or len(set(policies)) < len(policies)
@@ -136,36 +136,37 @@ def pack(rollout, policies=("dense", "shadow")):
     policies = [policy for policy in ("dense", "shadow") if policy in policies]
     ids, pos, until = [], [], []
     rows = {policy: torch.full((B, G, R), -1, device=device) for policy in policies}
-    step = torch.arange(R, device=device)
+    steps = torch.arange(R, device=device)
     owned = (rollout.lengths - 1).sum(1).tolist()
     first = 0
-    for b, prompt in enumerate(rollout.prompts):
+    for group, prompt in enumerate(rollout.prompts):
         P = len(prompt)
-        fed = rollout.lengths[b] - 1                            # (G,)
-        own = owned[b]
+        fed = rollout.lengths[group] - 1                            # (G,)
+        own = owned[group]
         end = first + P + len(policies) * own
         dropped_at = end - own if "shadow" in policies else end
 
         ids.append(torch.tensor(prompt, device=device))
         pos.append(torch.arange(P, device=device))
         dies = torch.full((L * nkv, P), dropped_at, dtype=torch.int32, device=device)
-        dies[rollout.kept_keys(b)] = end
+        dies[rollout.kept_keys(group)] = end
         until.append(dies.view(L, nkv, P))
 
-        g, t = (step < fed[:, None]).nonzero(as_tuple=True)     # (own,) each
+        # (own,) each
+        sample, step = (steps < fed[:, None]).nonzero(as_tuple=True)
         copies = first + P  # the row where this policy's copies begin
         for policy in policies:
             gone = copies + fed.cumsum(0)                       # (G,)
             born = gone - fed                                   # (G,)
-            rows[policy][b, :, 0] = first + P - 1
-            ids.append(rollout.tokens[b, g, t])
-            pos.append(P + t)
-            dies = gone[g].expand(L, nkv, own)
+            rows[policy][group, :, 0] = first + P - 1
+            ids.append(rollout.tokens[group, sample, step])
+            pos.append(P + step)
+            dies = gone[sample].expand(L, nkv, own)
             if policy == "shadow":
-                dropped = born[g] + rollout.until[:, :, b, g, t]  # (L, nkv, own)
-                dies = dies.minimum(dropped)
+                dropped = rollout.until[:, :, group, sample, step]  # (L, nkv, own)
+                dies = dies.minimum(born[sample] + dropped)
             until.append(dies.int())
-            rows[policy][b, g, t + 1] = born[g] + t
+            rows[policy][group, sample, step + 1] = born[sample] + step
             copies += own
         first = end
     return Packed(torch.cat(ids), torch.cat(pos), torch.cat(until, dim=2), rows)
@@ -243,7 +244,7 @@ def advantages(rewards, norm="sequence"):
     if rewards.dim() != 2 or rewards.shape[1] < 2:
         raise ValueError("rewards must be (prompts, samples) with at least 2 samples a "
                          f"prompt, got {tuple(rewards.shape)}")
-    check_finite(rewards)
+    check_rewards(rewards, rewards)
     exact = rewards.double()
     adv = exact - exact.mean(1, keepdim=True)
     if norm != "constant":
@@ -251,13 +252,9 @@ def advantages(rewards, norm="sequence"):
     return adv.to(rewards.dtype if rewards.is_floating_point() else torch.float32)
 
 
-def check_rewards(rewards, rollout):
-    """Raise ValueError unless there is one finite number for each response."""
-    same_shape(rollout.lengths, rewards=rewards)
-    check_finite(rewards)
-
-
-def check_finite(rewards):
+def check_rewards(rewards, like):
+    """Raise ValueError unless they are finite and, as like (B, G), one for each response."""
+    same_shape(like, rewards=rewards)
     wrong = int((~rewards.isfinite()).sum())
     if wrong:
         raise ValueError(f"{wrong} of {rewards.numel()} rewards are not finite")
@@ -323,12 +320,12 @@ def policy_loss(logp, logp_old, adv, mask, clip=0.2, clip_high=None, norm="seque
     if weight is not None:
         loss = loss * torch.where(mask, weight, 0.0).detach()
     with torch.no_grad():
-        n = mask.sum().clamp(min=1)
+        tokens = mask.sum().clamp(min=1)
         clipped = ((adv > 0) & (ratio > high)) | ((adv < 0) & (ratio < low))
         stats = dict(
-            clip_frac=(clipped & mask).sum() / n,
-            ratio=(ratio * mask).sum() / n,
-            kl_old=(ratio - 1 - change).sum() / n)
+            clip_frac=(clipped & mask).sum() / tokens,
+            ratio=(ratio * mask).sum() / tokens,
+            kl_old=(ratio - 1 - change).sum() / tokens)
     return (scale * loss).sum(), stats
 
 
@@ -345,30 +342,30 @@ def same_shape(like, **tensors):
 
 
 def correction(name, logp_old, logp_roll, mask):
-    """Weights for a sampler that was not the learner, of w = exp(logp_old - logp_roll).
+    """Weights for a sampler that was not the learner, of ratio = exp(logp_old - logp_roll).
 
     logp_old: the learner before its update, so that the weight does not move with it. name: "tis"
-    min(w, 2); "mis" w within [0.5, 2], else 0; "sparse_rl" (2601.10079) min(w, 1.5) over its mean
-    over the tokens given, then 0 for w outside [0.5, 1.5] and for whole responses with any
-    w < 1e-4. That mean is why the log-probs must be the whole batch's. Raises ValueError for an
-    unknown name and shapes that would broadcast."""
+    min(ratio, 2); "mis" the ratio within [0.5, 2], else 0; "sparse_rl" (2601.10079) min(ratio, 1.5)
+    over its mean over the tokens given, then 0 for ratios outside [0.5, 1.5] and for whole
+    responses with any below 1e-4. That mean is why the log-probs must be the whole batch's. Raises
+    ValueError for an unknown name and shapes that would broadcast."""
     same_shape(mask, mask=mask, logp_old=logp_old, logp_roll=logp_roll)
-    w = log_ratio(mask, logp_old.detach(), logp_roll).exp() * mask
+    ratio = log_ratio(mask, logp_old.detach(), logp_roll).exp() * mask
     if name == "tis":
-        return w.clamp(max=2)
+        return ratio.clamp(max=2)
     if name == "mis":
-        return w * ((w >= 0.5) & (w <= 2))
+        return ratio * ((ratio >= 0.5) & (ratio <= 2))
     if name == "sparse_rl":
-        capped = w.clamp(max=1.5)
+        capped = ratio.clamp(max=1.5)
         mean = capped.sum() / mask.sum().clamp(min=1)
-        sound = ~((w < 1e-4) & mask).any(-1, keepdim=True)      # (B, G, 1)
-        return capped / mean * ((w >= 0.5) & (w <= 1.5) & sound)
+        sound = ~((ratio < 1e-4) & mask).any(-1, keepdim=True)      # (B, G, 1)
+        return capped / mean * ((ratio >= 0.5) & (ratio <= 1.5) & sound)
     raise ValueError(f"unknown correction {name!r}: one of {', '.join(CORRECTIONS)}")
 
 
 def reference_kl(logp, logp_ref, mask, logp_old=None):
-    """KL(policy || reference) on sampled tokens, 0 past mask: ratio * k3, k3 = e^d - d - 1,
-    d = logp_ref - logp.
+    """KL(policy || reference) on sampled tokens, 0 past mask: ratio * k3, where
+    k3 = e^change - change - 1 and change = logp_ref - logp.
 
     The ratio to the sampling policy (None: exactly 1, as in policy_loss) carries the half of the
     gradient that differentiating k3 alone loses: without it the expected gradient is that of
@@ -376,9 +373,9 @@ def reference_kl(logp, logp_ref, mask, logp_old=None):
     same_shape(logp, logp_ref=logp_ref, mask=mask, logp_old=logp_old)
     if logp_old is None:
         logp_old = logp
-    d = log_ratio(mask, logp_ref.detach(), logp)
+    change = log_ratio(mask, logp_ref.detach(), logp)
     ratio = log_ratio(mask, logp, logp_old.detach()).exp()
-    return ratio * (d.exp() - d - 1)
+    return ratio * (change.exp() - change - 1)
 
 
 class GRPO:
@@ -400,9 +397,9 @@ class GRPO:
         if config.group < cls.at_least:
             raise ValueError(f"group must be at least {cls.at_least}, got "
                              f"{config.group}: samples of one prompt are compared")
-        name = f"correction={config.correction}"
         if config.correction == "none":
             return
+        name = f"correction={config.correction}"
         if config.ratio_to == "sampler":
             raise ValueError(f"{name} with ratio_to=sampler would count twice what "
                              "sets the learner apart from the sampler")
@@ -419,24 +416,28 @@ class GRPO:
         this model, or another, without gradients. -> the rollout to learn from; batch, tensors of
         which micro-batches take their prompts, "scale" among them; numbers for the log"""
         config = self.config
-        log = {}
-        check_rewards(rewards, rollout)
-        batch = dict(adv=advantages(rewards, config.norm),
-                     scale=token_scale(rollout.mask, config.norm))
-        # without one the learner's log-probs come with the first update
+        mask = rollout.mask
+        check_rewards(rewards, rollout.lengths)
+        # without these the learner's log-probs come with the first update
+        needs_scores = self.value is not None or config.correction != "none"
+        out = score(rollout) if needs_scores else {}
+        batch, log = self.credit(rollout, rewards, out)
+        batch["scale"] = token_scale(mask, config.norm)
         if config.correction != "none":
-            batch["weight"], log = self.weigh(rollout, score(rollout)[config.learner])
+            weight = correction(
+                config.correction, out[config.learner], rollout.logp_roll, mask)
+            batch["weight"] = weight
+            tokens = mask.sum().item()
+            rejected = ((weight == 0) & mask).sum().item()
+            log.update(weight=weight.sum().item() / tokens, rejected=rejected / tokens)
         if self.reference is not None:
             batch["ref"] = score(rollout, model=self.reference)[config.learner]
         return rollout, batch, log
 
-    def weigh(self, rollout, logp):
-        """-> weights (B, G, R) of the configured correction, their numbers for the log"""
-        mask = rollout.mask
-        weight = correction(self.config.correction, logp, rollout.logp_roll, mask)
-        n = mask.sum().item()
-        rejected = ((weight == 0) & mask).sum().item()
-        return weight, dict(weight=weight.sum().item() / n, rejected=rejected / n)
+    def credit(self, rollout, rewards, out):
+        """What each response, or token, has earned: advantages and what else the loss learns from.
+        out: what score returned, if the objective has a value head. -> batch, numbers"""
+        return dict(adv=advantages(rewards, self.config.norm)), {}
 
     def loss(self, out, part, batch, old, whole):
         """One micro-batch `part` of the rollout `whole`. out: what replay returned. batch: the
@@ -450,9 +451,9 @@ class GRPO:
         loss, stats = policy_loss(
             logp, old, batch["adv"], part.mask, clip=config.clip,
             clip_high=config.clip_high, weight=batch.get("weight"), scale=scale)
-        n = part.mask.sum().item()
+        tokens = part.mask.sum().item()
         of_all = whole.mask.sum().item()
-        numbers = {name: x.item() * n / of_all for name, x in stats.items()}
+        numbers = {name: mean.item() * tokens / of_all for name, mean in stats.items()}
         if self.reference is not None:
             kl = (scale * reference_kl(logp, batch["ref"], part.mask, old)).sum()
             loss = loss + config.ref_kl * kl

@@ -105,18 +105,18 @@ def merged_tokens():
             vocab[a + b] = len(vocab)
             merges.append([a, b])
 
-    for n in range(100):
-        merge(*f"{n:02d}")
-    for n in range(1000):
-        a, b, c = f"{n:03d}"
+    for number in range(100):
+        merge(*f"{number:02d}")
+    for number in range(1000):
+        a, b, c = f"{number:03d}"
         if b + c < a + b:  # the pair with the lower id merges first
             merge(a, b + c)
         else:
             merge(a + b, c)
     for word in words():
         spelt = word.replace(" ", char[32])
-        for i in range(1, len(spelt)):
-            merge(spelt[:i], spelt[i])
+        for at in range(1, len(spelt)):
+            merge(spelt[:at], spelt[at])
     return vocab, merges
 
 
@@ -143,14 +143,14 @@ def new_model(raw):
     """Random weights. Embeddings have length about 1, so that a copied token stands out among the
     logits from the start."""
     model = Transformer(Config.from_dict(raw))
-    for name, p in model.named_parameters():
-        if p.dim() < 2:
+    for name, weight in model.named_parameters():
+        if weight.dim() < 2:
             continue
-        std = p.shape[1] ** -0.5
+        std = weight.shape[1] ** -0.5
         # what a branch adds to the residual is smaller, so that depth does not blow up the sum
         if "o_proj" in name or "down_proj" in name:
             std *= 0.35
-        torch.nn.init.normal_(p, std=std)
+        torch.nn.init.normal_(weight, std=std)
     return model
 
 
@@ -172,12 +172,12 @@ def copy_batch(rng, words):
     Lengths and places differ from row to row: one fixed distance would be learnt as just that."""
     ids = words[torch.randint(len(words), (copy_rows, copy_length), generator=rng)]
     mask = torch.zeros_like(ids, dtype=torch.bool)
-    for row, m in zip(ids, mask):
-        n = int(torch.randint(10, copy_length // 2, (1,), generator=rng))
-        starts = torch.randint(copy_length - 2 * n + 1, (2,), generator=rng)
-        a, b = sorted(starts.tolist())
-        row[b + n:b + 2 * n] = row[a:a + n].clone()
-        m[b + n + 1:b + 2 * n] = True
+    for row, marks in zip(ids, mask):
+        length = int(torch.randint(10, copy_length // 2, (1,), generator=rng))
+        starts = torch.randint(copy_length - 2 * length + 1, (2,), generator=rng)
+        first, second = sorted(starts.tolist())
+        row[second + length:second + 2 * length] = row[first:first + length].clone()
+        marks[second + length + 1:second + 2 * length] = True
     return ids, mask
 
 
@@ -192,16 +192,17 @@ def task_row(rng, problem, tok, removed, kept):
     named = ", ".join(re.findall(r"(\D+?) \d+ ?", problem.answer))
     rng.shuffle(pairs)
     row = []
-    for i in range(0, min(len(pairs), at_most) - asked + 1, asked):
-        some = pairs[i:i + asked]
+    for at in range(0, min(len(pairs), at_most) - asked + 1, asked):
+        some = pairs[at:at + asked]
         text = "\n" + question.replace(named, ", ".join(key for key, _ in some))
         if not row:
             text = facts + text
-        row += [(t, False) for t in encode(text)]
+        row += [(token, False) for token in encode(text)]
         answer = "".join(f" {key} {code}" for key, code in some)
-        row += [(t, True) for t in tok.encode(answer) + [stop]]
-    gone = {t for t in sorted({t for t, _ in row} - kept) if rng.random() < removed}
-    return [(t, answer) for t, answer in row if t not in gone]
+        row += [(token, True) for token in tok.encode(answer) + [stop]]
+    gone = {token for token in sorted({token for token, _ in row} - kept)
+            if rng.random() < removed}
+    return [(token, answer) for token, answer in row if token not in gone]
 
 
 def task_batch(seed, step, tok, removed, kept):
@@ -211,8 +212,9 @@ def task_batch(seed, step, tok, removed, kept):
     tokens, rows, used = rng.randint(*mixture[task][2]), [], 0
     while used < task_tokens:
         index = step * 1000 + len(rows)
-        p = tasks.problem(task, "train", seed, index, tokens=tokens, encode=encode)
-        rows.append(task_row(rng, p, tok, removed=removed, kept=kept))
+        problem = tasks.problem(task, "train", seed, index, tokens=tokens,
+                                encode=encode)
+        rows.append(task_row(rng, problem, tok, removed=removed, kept=kept))
         used += tokens
     T = max(map(len, rows))
     padding = (tok.stop_ids[0], False)
@@ -238,22 +240,25 @@ def evaluate(model, tok, task, n, group, temperature):
     """Answers to n held-out problems from the dense cache, `group` to each -> mean reward, fraction
     that have the form (codes may be wrong)."""
     encode = tasks.prompt_encoder(tok)
-    problems = [tasks.problem(task, "eval", 0, HELD_OUT + i, tokens=eval_tokens[task],
-                              encode=encode) for i in range(n)]
-    longest = max(len(tok.encode(" " + p.answer)) for p in problems) + 1
+    problems = [
+        tasks.problem(task, "eval", 0, index, tokens=eval_tokens[task], encode=encode)
+        for index in range(HELD_OUT, HELD_OUT + n)]
+    longest = max(len(tok.encode(" " + problem.answer)) for problem in problems) + 1
     exact = torch.are_deterministic_algorithms_enabled()
     torch.use_deterministic_algorithms(False)  # sampling has its own generator
-    r = generate(model, [encode(p.text) for p in problems], group, longest,
-                 temperature=temperature, eviction=Eviction("none"),
-                 stop_ids=tok.stop_ids)
+    rollout = generate(
+        model, [encode(problem.text) for problem in problems], group, longest,
+        temperature=temperature, eviction=Eviction("none"), stop_ids=tok.stop_ids)
     torch.use_deterministic_algorithms(exact)
     earned, form = [], []
-    for p, tokens, lengths in zip(problems, r.tokens.tolist(), r.lengths.tolist()):
-        for t, length in zip(tokens, lengths):
-            text = tok.decode(t[:length], special=False)
-            earned.append(tasks.reward(p, text))
-            words_of = [re.sub(r"\d{4}", "", each) for each in (text, " " + p.answer)]
-            form.append(words_of[0] == words_of[1])
+    for problem, group_ids, lengths in zip(
+            problems, rollout.tokens.tolist(), rollout.lengths.tolist()):
+        for ids, length in zip(group_ids, lengths):
+            text = tok.decode(ids[:length], special=False)
+            earned.append(tasks.reward(problem, text))
+            said, gold = (re.sub(r"\d{4}", "", each)
+                          for each in (text, " " + problem.answer))
+            form.append(said == gold)
     return sum(earned) / len(earned), sum(form) / len(form)
 
 
@@ -287,7 +292,7 @@ def training(model, tok, seed):
     text = " ".join(tasks.FILLER + tasks.KINDS + tasks.PLACES + tasks.NAMES)
     text += " code for is . Repeat each word with its code: a, b. Answer:"
     copied = torch.tensor(sorted(keys | numbers | set(tok.encode(text))))
-    size = sum(p.numel() for p in model.parameters())
+    size = sum(weight.numel() for weight in model.parameters())
     print(f"{size:,} parameters, {len(tok)} tokens, {len(copied)} of them in stage 1")
     device = model.device
     every = torch.ones(len(tok), dtype=torch.bool, device=device)

@@ -51,7 +51,7 @@ def best_and_worst(rollout, rewards):
     Prompts whose responses all earned the same have no pair and are left out, so the rollout may
     hold no prompt at all. Raises ValueError for rewards that are not finite, or not one for each
     response."""
-    check_rewards(rewards, rollout)
+    check_rewards(rewards, rollout.lengths)
     differ = rewards.max(1).values > rewards.min(1).values                # (B,)
     pair = torch.stack([rewards.argmax(1), rewards.argmin(1)], 1)         # (B, 2) samples
     return rollout.select(differ.nonzero()[:, 0], pair[differ])

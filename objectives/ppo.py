@@ -15,7 +15,7 @@ References: PPO 1707.06347, GAE 1506.02438 (arXiv); the value's clip: PPO2 in Op
 """
 import torch
 
-from grpo import GRPO, check_rewards, same_shape, token_scale
+from grpo import GRPO, same_shape, token_scale
 
 
 class PPO(GRPO):
@@ -26,28 +26,19 @@ class PPO(GRPO):
         super().__init__(model, settings, initial)
         # trained and kept in the checkpoint, not part of the saved model
         self.value = torch.nn.Linear(model.config.width, 1, device=model.device)
-        for p in self.value.parameters():
-            torch.nn.init.zeros_(p)
+        for weight in self.value.parameters():
+            torch.nn.init.zeros_(weight)
 
-    def prepare(self, rollout, rewards, score):
+    def credit(self, rollout, rewards, out):
         config = self.config
         mask = rollout.mask
-        check_rewards(rewards, rollout)
-        out = score(rollout)
         values = out["value"]                                             # (B, G, R)
         last = rollout.lengths[..., None] - 1                             # (B, G, 1)
         at_end = torch.zeros_like(values)
         at_end = at_end.scatter(2, last, rewards[..., None].to(values))   # (B, G, R)
         adv, returns = gae(at_end, values, mask, gamma=config.gamma, lam=config.lam)
-        batch = dict(adv=whiten(adv, mask), scale=token_scale(mask, config.norm),
-                     values=values, returns=returns)
-        log = dict(value=values.sum().item() / mask.sum().item())
-        if config.correction != "none":
-            batch["weight"], numbers = self.weigh(rollout, out[config.learner])
-            log.update(numbers)
-        if self.reference is not None:
-            batch["ref"] = score(rollout, model=self.reference)[config.learner]
-        return rollout, batch, log
+        batch = dict(adv=whiten(adv, mask), values=values, returns=returns)
+        return batch, dict(value=values.sum().item() / mask.sum().item())
 
     def loss(self, out, part, batch, old, whole):
         loss, numbers = super().loss(out, part, batch, old, whole=whole)
@@ -68,25 +59,26 @@ def gae(rewards, values, mask, gamma=1.0, lam=0.95):
     are 0, whatever stands there, and so is what is returned. Raises ValueError for shapes that
     would broadcast, as the functions below do."""
     same_shape(mask, mask=mask, rewards=rewards, values=values)
-    rewards, values = (torch.where(mask, x.detach(), 0.0) for x in (rewards, values))
+    rewards = torch.where(mask, rewards.detach(), 0.0)
+    values = torch.where(mask, values.detach(), 0.0)
     adv = torch.zeros_like(values)
     last = torch.zeros_like(values[..., 0])                               # (B, G)
     after = torch.zeros_like(last)                                        # (B, G)
-    for t in reversed(range(values.shape[-1])):
-        delta = rewards[..., t] + gamma * after - values[..., t]
+    for step in reversed(range(values.shape[-1])):
+        delta = rewards[..., step] + gamma * after - values[..., step]
         last = delta + gamma * lam * last
-        adv[..., t] = last
-        after = values[..., t]
+        adv[..., step] = last
+        after = values[..., step]
     return adv, adv + values
 
 
-def whiten(x, mask):
-    """x (B, G, R) minus the mean over the mask's tokens, over (std + 1e-4); 0 past the mask. In
+def whiten(adv, mask):
+    """adv (B, G, R) minus the mean over the mask's tokens, over (std + 1e-4); 0 past the mask. In
     fp64, as advantages are."""
-    same_shape(x, mask=mask)
-    some = x[mask].double()                                               # (n,)
+    same_shape(adv, mask=mask)
+    some = adv[mask].double()                                             # (n,)
     some = (some - some.mean()) / (some.std(correction=min(1, len(some) - 1)) + 1e-4)
-    return torch.zeros_like(x).masked_scatter(mask, some.to(x.dtype))
+    return torch.zeros_like(adv).masked_scatter(mask, some.to(adv.dtype))
 
 
 def value_loss(values, values_old, returns, mask, clip=0.2, scale=None):

@@ -28,19 +28,9 @@ def test_dpo_loss_by_hand():
     torch.testing.assert_close(logp.grad, torch.tensor([[[-slope, -slope], [slope, 0]]]))
     # the initial weights against themselves: log 2
     assert dpo_loss(ref, ref, mask)[0].item() == pytest.approx(math.log(2))
-    # controls: the order of the pair, and its size
+    # control: the order of the pair
     flipped = dpo_loss(logp.flip(1), ref.flip(1), mask.flip(1), 0.2)[0]
     assert flipped.item() == pytest.approx(math.log(1 + math.exp(0.3)))
-    three = torch.zeros(1, 3, 2)
-    with pytest.raises(ValueError, match="2 responses, got 3"):
-        dpo_loss(three, three, torch.ones(1, 3, 2, dtype=torch.bool))
-    two, on = torch.zeros(2, 2, 3), torch.ones(2, 2, 3, dtype=torch.bool)
-    for say, args in (("logp_ref has shape", (two, two[:1], on)),
-                      ("mask has shape", (two, two, on[..., :1])),
-                      ("mask must be bool", (two, two, on.long())),
-                      (r"must be \(pairs, 2, R\)", (two[0], two[0], on[0]))):
-        with pytest.raises(ValueError, match=say):
-            dpo_loss(*args)
 
 
 @pytest.mark.parametrize("rewards, chosen, pair", [
@@ -77,6 +67,9 @@ def test_without_a_pair():
     log = learn(net, opt, objective, r, rewards=rewards, c=c, lr=1e-3)
     assert log["pairs"] == 1
     assert not all(torch.equal(a, b) for a, b in zip(before, net.parameters()))
+    net.layers[1].mlp.down_proj.weight.data[0, 0] = NAN  # which is no reason to skip an update
+    with pytest.raises(FloatingPointError, match="norm is nan"):
+        learn(net, opt, objective, r, rewards=rewards, c=c, lr=1e-3)
 
 
 def test_the_kl_is_weighted_by_the_rewards_of_the_pair():
@@ -96,30 +89,3 @@ def test_the_kl_is_weighted_by_the_rewards_of_the_pair():
     assert log["kl"] == pytest.approx(weighted(1.0, 0.25), rel=1e-4)
     for wrong in ((0.25, 0.5), (0.25, 1.0), (1.0, 1.0)):
         assert log["kl"] != pytest.approx(weighted(*wrong), rel=1e-2)
-
-
-def test_weights_that_are_not_finite_end_the_run():
-    """No pair is a reason to skip the update, NaN is not: it shows while sampling, and as a
-    gradient."""
-    net = toy()
-    ask = dict(prompts=prompts(61, 40), group=4, max_new_tokens=12, seed=1, eviction=EVICTION)
-    r = generate(net, **ask)
-    c, objective, opt = learner(net, initial=toy(seed=5), objective="dpo")
-    net.layers[1].mlp.down_proj.weight.data[0, 0] = NAN
-    with pytest.raises(FloatingPointError, match="logits hold NaN or inf"):
-        generate(net, **ask)
-    rewards = torch.ones(2, 4)
-    rewards[1, 2] = 0.0
-    with pytest.raises(FloatingPointError, match="norm is nan"):
-        learn(net, opt, objective, r, rewards=rewards, c=c, lr=1e-3)
-
-
-def test_refusals():
-    """A pair takes two samples; weights of tokens belong to the clipped surrogate."""
-    net = toy()
-    with pytest.raises(ValueError, match="group must be at least 2, got 1"):
-        learner(net, objective="dpo", group=1)
-    for unused in (dict(learner="dense", correction="tis"), dict(ratio_to="sampler"),
-                   dict(ref_kl=0.5), dict(clip=0.1)):
-        with pytest.raises(ValueError, match="objective=dpo does not use it; it uses norm, beta"):
-            learner(net, objective="dpo", **unused)

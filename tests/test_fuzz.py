@@ -21,9 +21,9 @@ def test_inputs_that_are_nearly_right(valid, kind):
     base, _, use = fuzz.KINDS[kind]
     with fuzz.as_before():  # the control: unchanged it is accepted
         use(fuzz.Case(random.Random(0), valid, base))
-    counts, finds = fuzz.fuzz(valid, seed=0, kinds=[kind], cases=40)
+    counts, finds = fuzz.fuzz(valid, seed=0, kinds=[kind], cases=25)
     assert not finds, finds
-    assert counts[kind]["refused"] + counts[kind]["accepted"] == 40
+    assert counts[kind]["refused"] + counts[kind]["accepted"] == 25
     assert counts[kind]["refused"] > 3
 
 

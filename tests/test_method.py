@@ -17,14 +17,10 @@ from conftest import (
     gap,
     learn,
     learner,
-    logged,
     prompts,
-    rel,
-    separate,
     some_rewards,
     toy,
 )
-from grpo import pack, pack_by_hand, replay
 from kvcache import SPREAD, Eviction
 from rollout import generate
 
@@ -93,29 +89,6 @@ def test_storage_is_what_is_kept(model, method):
     r = generate(model, prompts(61, 40), 3, 9, eviction=Eviction(method, **SMALL))
     assert r.kv["kept"] == 768 * (2 * 24 + 2 * 3 * 8)
     assert r.kv["dense_shared"] == 768 * (61 + 40 + 2 * 3 * 8)
-
-
-@pytest.mark.parametrize("policy", ["dense", "shadow"])
-def test_packed_is_separate(policy):
-    """All responses and both policies in one row: as if each had a forward pass of its own."""
-    model, r = toy(dtype=torch.double), logged()
-    with torch.no_grad():
-        got = replay(model, r)
-        for b, g in r.mask.any(-1).nonzero().tolist():
-            n = r.lengths[b, g]
-            want = separate(model, r, (b, g), policy)[range(n), r.tokens[b, g, :n]]
-            assert rel(got[policy][b, g, :n], want) < 1e-10
-    assert rel(got["dense"], got["shadow"]) > 0.1
-
-
-def test_lifetimes_are_the_definition():
-    """`until` as the learner gets it, and as plain loops write it down."""
-    r = logged()
-    got, want = pack(r), pack_by_hand(r)
-    assert torch.equal(got.until, want.until)
-    assert torch.equal(got.ids, want.ids) and torch.equal(got.pos, want.pos)
-    assert all(torch.equal(got.rows[policy], want.rows[policy]) for policy in ("dense", "shadow"))
-    assert not torch.equal(pack(replace(r, until=r.until + 1)).until, want.until)
 
 
 def test_sampler_and_learner_agree_again_after_an_update():

@@ -40,25 +40,6 @@ def test_gae_by_hand():
     assert not gae(rewards, values.requires_grad_(), mask)[0].requires_grad
 
 
-def test_shapes_that_would_broadcast_are_refused():
-    x, mask = torch.zeros(2, 3, 4), torch.ones(2, 3, 4, dtype=torch.bool)
-    gae(x, x, mask)
-    value_loss(x, x, x, mask, scale=x)
-    for say, call in (
-            ("rewards has shape", lambda: gae(x[:1], x, mask)),
-            ("values has shape", lambda: gae(x, x[..., :1], mask)),
-            ("mask must be bool", lambda: gae(x, x, mask.long())),
-            ("mask has shape", lambda: whiten(x, mask[:1])),
-            ("mask must be bool", lambda: whiten(x, mask.long())),
-            ("values_old has shape", lambda: value_loss(x, x[:, :1], x, mask)),
-            (r"returns has shape \(2, 3\)", lambda: value_loss(x, x, x[..., 0], mask)),
-            ("mask must be bool", lambda: value_loss(x, x, x, mask.float())),
-            ("mask has shape", lambda: value_loss(x, x, x, mask[:1])),
-            ("scale has shape", lambda: value_loss(x, x, x, mask, scale=x[:1]))):
-        with pytest.raises(ValueError, match=say):
-            call()
-
-
 def test_whiten():
     got = whiten(torch.tensor([[[1.0, 2], [3, NAN]]]), ragged(2, 1, R=2))
     torch.testing.assert_close(got, torch.tensor([[[-1.0, 0], [1, 0]]]) / 1.0001)
@@ -154,5 +135,3 @@ def test_a_group_of_one():
     assert log["grad_norm"] > 0 and log["gap_max"] <= 1e-4
     assert facts(replace(r, rewards=rewards), {})["equal"] == 1
     assert gap(net, r) > 1e-4  # the weights moved
-    with pytest.raises(ValueError, match="group must be between 1 and 1000000, got 0"):
-        learner(net, objective="ppo", group=0)

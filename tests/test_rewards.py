@@ -12,16 +12,21 @@ import numpy as np
 import pytest
 import torch
 
-from conftest import ROOT, read_checkpoint, read_log, share_of_digits, train_here
+from conftest import (
+    TINY,
+    read_checkpoint,
+    read_log,
+    share_of_digits,
+    train_here,
+    write_problems,
+)
 from data.answers import RULES
 from data.files import read_problems
-from data.rewards import LARGEST, Own, RewardError, earns, named_numbers, number, place
+from data.rewards import LARGEST, Own, RewardError, earns, named_numbers, place
 from data.tasks import Problem, Problems, judge, problem, reward
 from data.tokenizer import Tokenizer
 from experiments import logs
 from support.jsonfile import shown
-
-TINY = os.path.join(ROOT, "data", "tiny")
 
 
 def refused(says):
@@ -88,34 +93,26 @@ def test_math_by_a_package(tmp_path, monkeypatch):
     assert not (tmp_path / "out").exists()
     monkeypatch.undo()
     pytest.importorskip("math_verify")
-    pays = [reward(Problem("file", "?", "1/2", rule=rule), rf"\boxed{{{x}}}")
-            for rule in ("math", "boxed") for x in ("1/2", "0.5", "0.6")]
-    assert pays == [1, 1, 0, 1, 0, 0]
     assert earns("math", "1/2", "0.5") and not earns("math", "1/2", "0.51")
 
 
 # functions of one's own
 
 def test_numbers_that_a_function_returns():
-    for x, want in ((1, 1.0), (True, 1.0), (-0.5, -0.5), (np.float32(0.5), 0.5),
-                    (np.True_, 1.0), (torch.tensor(0.5), 0.5),
-                    (torch.tensor(True), 1.0), (np.array(2), 2.0)):
+    for x, want in ((1, 1.0), (-0.5, -0.5), (np.float32(0.5), 0.5), (np.True_, 1.0),
+                    (torch.tensor(0.5), 0.5), (torch.tensor(True), 1.0), (np.array(2), 2.0)):
         assert named_numbers(x) == {"reward": want} and type(named_numbers(x)["reward"]) is float
     assert named_numbers(dict(reward=1, right=False)) == {"reward": 1.0, "right": 0.0}
     for x, say in (
             (None, "must be a finite number, got None"), (torch.ones(1), "got tensor"),
-            (torch.tensor(float("nan")), "got nan"), (np.array(1j), "got 1j"),
-            ("1", "got '1'"), ([1], r"got \[1\]"),
+            (np.array(1j), "got 1j"), ("1", "got '1'"), ([1], r"got \[1\]"),
             (float("nan"), "got nan"), (1.1e15, "got 1100000000000000"),
-            ({}, "must hold the name 'reward'"),
             (dict(right=1), "must hold the name 'reward', got .'right'"),
             ({"reward": 1, "a b": 1}, "identifiers, got 'a b'"), ({"reward": 1, 2: 1}, "got 2"),
             (dict(reward=1, right="x"), "number 'right': must be a finite number, got 'x'"),
             (dict(reward=float("inf")), "number 'reward': must be a finite number, got inf")):
         with refused(say):
             named_numbers(x)
-    with refused("got 1j"):
-        number(1j)
 
 
 @pytest.mark.parametrize("source, name, say", [
@@ -124,16 +121,13 @@ def test_numbers_that_a_function_returns():
     ("def score(text): pass", "mine:score", r"score\(text\) must take \(row, text, tokens\)"),
     ("x = (1,\n", "mine:score", "cannot import mine .*SyntaxError.*, line 1"),
     ("x = 1\nx = 1 / 0", "mine:score", r"ZeroDivisionError: division by zero \(.*mine.py:2\)"),
-    ("import nobodys_module", "mine:score", "No module named 'nobodys_module'"),
     ("exit(3)", "mine:score", "SystemExit: 3"),
     ("", "nobodys:score", "cannot import nobodys .*PYTHONPATH.*No module named 'nobodys'"),
     ("", "mine:", "unknown reward 'mine:': one of auto, exact"), ("", "boxd", "unknown reward"),
-    ("", "a b:c", "unknown reward"), ("", ":score", "unknown reward"),
     ("", "mine.py:score", "unknown reward 'mine.py:score': .*; did you mean mine:score[?]$"),
     ("", "mine.score", "did you mean mine:score[?]$"),
-    ("", "mine.py", "did you mean mine:FUNCTION[?]$"),
     ("", "mine", "did you mean mine:FUNCTION[?]$"),
-    ("", "other.py:score", "cannot import other.py"), ("", "other.score", "or module:function$")])
+    ("", "other.score", "or module:function$")])
 def test_functions_that_are_none(source, name, say, mine, tmp_path):
     """Refused in one line before out_dir is there."""
     mine(source)
@@ -222,10 +216,8 @@ def test_a_dry_run_does_not_ask_it(mine, capsys, monkeypatch):
     written."""
     monkeypatch.setattr("gc.collect", lambda: 0)  # most of its time
     mine(SCORE.replace("row['prompt']", "text.split()[0]"))
-    for name, at in (("some", 0), ("others", 50)):
-        with open(f"{name}.jsonl", "w") as f:
-            for i in range(at, at + 12):
-                f.write(json.dumps(dict(prompt=f"{i} + 1?", answer=str(i + 1))) + "\n")
+    write_problems("some.jsonl", range(12))
+    write_problems("others.jsonl", range(50, 62))
     ask = ["--task=some.jsonl", "--eval_task=others.jsonl",
            "--shots=1", "--reward=mine:score"]
     train_here(*ask, "--dry_run=True", "--out_dir=nowhere")
@@ -241,29 +233,20 @@ def test_what_it_sets_in_torch_is_set_back(mine, tmp_path):
     """Whether it does so when it is imported or when it is called: the run is the same."""
     mine(SCORE)
     train_here("--reward=mine:score", "--steps=1", f"--out_dir={tmp_path}/plain")
-    for what, value, now in (
-            ("grad_enabled", "False", torch.is_grad_enabled),
-            ("default_dtype", "torch.float64", torch.get_default_dtype),
-            ("default_device", "'meta'", torch.get_default_device)):
-        before, sets = now(), f"torch.set_{what}({value})\n"
-        mine(f"import torch\n{sets}"
-             + SCORE.replace("    digits", f"    {sets}    digits"))
-        train_here("--reward=mine:score", "--steps=1", f"--out_dir={tmp_path}/{what}")
-        assert now() == before and read_log(tmp_path / what) == read_log(tmp_path / "plain")
-        exec(sets)
-        assert now() != before  # the control
-        torch.set_grad_enabled(True)
-        torch.set_default_dtype(torch.float32)
-        torch.set_default_device(None)
-
-
-def test_a_real_interrupt_is_no_failure(mine, monkeypatch):
-    """Where no run handles signals, as while a dry run lasts."""
-    monkeypatch.setattr(signal, "getsignal", lambda number: signal.default_int_handler)
-    mine("def score(row, text, tokens): raise KeyboardInterrupt")
-    with pytest.raises(KeyboardInterrupt):
-        judge([Problem("file", "?", "1", rule=Own("mine:score"))], [["a"]],
-              "training", first=0, tokens=[[[1]]])
+    shared = (torch.is_grad_enabled, torch.get_default_dtype, torch.get_default_device)
+    sets = ["torch.set_grad_enabled(False)", "torch.set_default_dtype(torch.float64)",
+            "torch.set_default_device('meta')"]
+    before = [now() for now in shared]
+    source = SCORE.replace("    d", f"    {'; '.join(sets)}\n    d")
+    mine("\n".join(["import torch", *sets, source]))
+    train_here("--reward=mine:score", "--steps=1", f"--out_dir={tmp_path}/sets")
+    assert [now() for now in shared] == before
+    assert read_log(tmp_path / "sets") == read_log(tmp_path / "plain")
+    exec("\n".join(sets))
+    assert not any(now() == was for now, was in zip(shared, before))  # the control
+    torch.set_grad_enabled(True)
+    torch.set_default_dtype(torch.float32)
+    torch.set_default_device(None)
 
 
 def test_large_rewards(mine, tmp_path):
@@ -277,21 +260,24 @@ def test_large_rewards(mine, tmp_path):
 
 
 def test_the_stop_token_is_given(mine, tmp_path):
-    """As an id; the text is without it. A file's whole row arrives."""
+    """As an id; the text is without it. A file's whole row arrives, and its line is named."""
     with open(tmp_path / "p.jsonl", "w") as f:
         for i in range(20):
-            f.write(json.dumps(dict(prompt=f"The code for apple is {i}.", level=i))
-                    + "\n")
+            f.write(json.dumps(dict(prompt=f"The code for apple is {i}.", level=i)) + "\n")
     stop, = Tokenizer(TINY).stop_ids
     mine("def score(row, text, tokens):\n"
          "    assert type(row['level']) is int and 'answer' not in row and '<|' not in text\n"
          f"    return dict(reward=len(row), stop=tokens[-1] == {stop}, "
          f"inside={stop} in tokens[:-1])\n")
-    train_here("--reward=mine:score", f"--task={tmp_path}/p.jsonl", "--steps=1",
-               "--max_new_tokens=12", f"--out_dir={tmp_path}/out")
+    ask = ["--reward=mine:score", f"--task={tmp_path}/p.jsonl", "--steps=1"]
+    train_here(*ask, "--max_new_tokens=12", f"--out_dir={tmp_path}/out")
     step, = read_log(f"{tmp_path}/out")[1]
     assert step["reward"] == 2 and step["reward_stop"] == pytest.approx(1 - step["truncated"])
     assert step["reward_inside"] == 0
+    mine("def score(row, text, tokens): return 1 / (row['level'] != 10)")
+    question = shown("The code for apple is 10.")
+    with ends(rf"(held-out|training) problem . .*p.jsonl:11 \({question}, "):
+        train_here(*ask, f"--out_dir={tmp_path}/o")
 
 
 FAILING = ["--reward=mine:score", "--steps=3", "--save_every=9", "--eval_every=2"]
@@ -338,20 +324,23 @@ def test_a_function_that_fails_loses_nothing(n, bug, where, say, mine, tmp_path,
                for name in files)
 
 
-@pytest.mark.parametrize("bug, say", [
-    ("return None", "must be a finite number, got None"),
-    ("return dict(reward=1, x=1)",
-     "has the names reward, x, before it had reward: must be the same in each call"),
-    ("raise KeyboardInterrupt", r"raised KeyboardInterrupt \(.*mine.py:7\)"),
-    ("raise Odd", r"raised Odd: its text cannot be made \(.*mine.py:7\)"),
-    (r"raise ValueError('a\x1b[2J\nb')", r"raised ValueError: a\\x1b\[2J b \(.*mine.py:7\)")])
-def test_how_a_function_fails(bug, say, mine, tmp_path):
-    """Here in the first step, behind an evaluation: what is saved is where it began."""
-    mine(FAILS.format(8 + 5, bug))
-    with ends(rf"^error: the reward of training problem 1 .* {say}; "
-              r".*ckpt.pt holds step 0$"):
-        train_here(*FAILING, f"--out_dir={tmp_path}/out")
-    assert read_checkpoint(tmp_path / "out")["step"] == 0
+def test_how_a_function_fails(mine, monkeypatch):
+    def asked(bug):
+        mine(FAILS.format(1, bug))
+        judge([Problem("file", "?", "1", rule=Own("mine:score"))], [["a"]], "training", first=1,
+              tokens=[[[1]]])
+
+    with pytest.raises(KeyboardInterrupt):  # no run handles signals, as while a dry run lasts
+        monkeypatch.setattr(signal, "getsignal", lambda n: signal.default_int_handler)
+        asked("raise KeyboardInterrupt")
+    monkeypatch.setattr(signal, "getsignal", lambda n: print)  # a run does
+    for bug, say in (
+            ("return None", "must be a finite number, got None"),
+            ("raise KeyboardInterrupt", r"raised KeyboardInterrupt \(.*mine.py:7\)"),
+            ("raise Odd", r"raised Odd: its text cannot be made \(.*mine.py:7\)"),
+            (r"raise ValueError('a\x1b[2J\nb')", r"raised ValueError: a\\x1b\[2J b \(.*")):
+        with pytest.raises(RewardError, match=rf"^the reward of training problem 1 .* {say}$"):
+            asked(bug)
 
 
 def test_a_function_that_fails_at_first_saves_nothing(mine, tmp_path, capsys):
@@ -364,6 +353,12 @@ def test_a_function_that_fails_at_first_saves_nothing(mine, tmp_path, capsys):
     with ends("ckpt.pt does not exist.*; nothing was saved, so start "
               "again without --resume=True"):
         train_here("--reward=mine:score", "--resume=True", f"--out_dir={out}")
+    # in the first step, behind an evaluation
+    mine(FAILS.format(8 + 5, "return None") + "other = score\n")
+    with ends(r"^error: the reward of training problem 1 .*, got None; .*ckpt.pt holds step 0$"):
+        train_here(*FAILING, f"--out_dir={tmp_path}/first")
+    with ends("reward was 'mine:score' .* now it is 'mine:other'"):  # its file may be another
+        train_here(*FAILING, "--reward=mine:other", "--resume=True", f"--out_dir={tmp_path}/first")
     mine("def score(row, text, tokens): return dict(reward=0.25, right=0.5)")
     train_here("--reward=mine:score", "--steps=1", f"--out_dir={out}")
     assert len(read_log(out)[1]) == 1
@@ -373,30 +368,6 @@ def test_a_function_that_fails_at_first_saves_nothing(mine, tmp_path, capsys):
                      printed)
     with ends("holds another run"):  # control: now there is something
         train_here("--reward=mine:score", "--steps=1", f"--out_dir={out}")
-
-
-def test_a_line_of_a_file_is_named(mine, tmp_path):
-    with open(tmp_path / "p.jsonl", "w") as f:
-        for i in range(20):
-            f.write(json.dumps(dict(prompt=f"The code for apple is {i}.", answer=i))
-                    + "\n")
-    mine("def score(row, text, tokens): return 1 / (row['answer'] != 10)")
-    question = shown("The code for apple is 10.")
-    where = rf"(held-out|training) problem . .*p.jsonl:11 \({question}, "
-    with ends(where):
-        train_here("--reward=mine:score",
-                   f"--task={tmp_path}/p.jsonl", f"--out_dir={tmp_path}/o")
-
-
-def test_another_reward_is_another_run(mine, tmp_path):
-    """Its name; what its file holds may change."""
-    mine(SCORE + "\n\ndef other(row, text, tokens):\n    return 0\n")
-    train_here("--reward=mine:score", "--steps=1", f"--out_dir={tmp_path}/out")
-    with ends("reward was 'mine:score' .* now it is 'mine:other'"):
-        train_here("--reward=mine:other", "--steps=2", "--resume=True",
-                   f"--out_dir={tmp_path}/out")
-    train_here("--reward=mine:score", "--steps=2",
-               "--resume=True", f"--out_dir={tmp_path}/out")
 
 
 # a function that is asked for a whole batch

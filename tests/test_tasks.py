@@ -1,18 +1,22 @@
 """data/tasks.py: rewards on adversarial strings, lengths, determinism, splits, files; data/tiny."""
 import json
+import math
 import os
 import re
 
 import numpy as np
 import pytest
 
-from data import files, tasks
-from data.answers import exact, in_form, last_number, numbers, only_number
+from conftest import ROOT, TINY
+from data import files, pretrain, tasks
+from data.answers import in_form, last_number, numbers, only_number
 from data.files import file_problem, read_problems, split_file
 from data.tasks import TASKS, Problem, Problems, problem, prompt_encoder, reward
+from data.tokenizer import Tokenizer
+from kvcache import Eviction
+from model import Transformer
+from rollout import generate
 
-ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
-MODEL = os.path.join(ROOT, "data", "tiny")
 words = re.compile(r"\w+|[^\w\s]").findall  # a stand-in tokenizer: words and punctuation marks
 
 
@@ -26,13 +30,13 @@ def least(task):
 
 
 @pytest.fixture(scope="module")
-def tok(tmp_path_factory):
-    """The embedded checkpoint's tokenizer, made anew."""
-    from data.pretrain import write_json
-    from data.tokenizer import Tokenizer
-    folder = str(tmp_path_factory.mktemp("tokenizer"))
-    write_json(folder)
-    return Tokenizer(folder)
+def tok():
+    return Tokenizer(TINY)
+
+
+@pytest.fixture(scope="module")
+def model():
+    return Transformer.from_pretrained(TINY)
 
 
 def score(task, gold, text):
@@ -41,19 +45,14 @@ def score(task, gold, text):
 
 # rewards
 
-@pytest.mark.parametrize("text", [
-    "4817", " 4817", "4817.\n", "**4817**", "The code for apple is 4,817.", "The code\nis\n\n4817",
-    "4817<|end|>", "4817<|im_end|>\n", "4817.0", "4817 (4817)", "X7 is 4817", "$4817"])
-def test_a_right_answer_earns_one(text):
-    assert score("needle", "4817", text) == 1.0
-
-
-@pytest.mark.parametrize("text", [
-    "", "   \n", "<|end|>", "4817 or 9999", "9999 or 4817", "4817, 9999", "1234/4817", "48170",
-    "14817", "-4817", "4 817", "481", "4817.5", "X4817", "a4817", "4817 and also 1000 1001 1002",
-    "٤٨١٧", "4817e1 9", "four eight one seven"])
-def test_a_hack_earns_nothing(text):
-    assert score("needle", "4817", text) == 0.0
+@pytest.mark.parametrize("text, want", [
+    *((text, 1) for text in ("4817", " 4817\n", "**4817**", "The code for apple is 4,817.",
+                             "4817<|end|>", "4817.0", "4817 (4817)", "X7 is 4817", "$4817")),
+    *((text, 0) for text in ("", "   \n", "<|end|>", "4817 or 9999", "9999 or 4817", "1234/4817",
+                             "48170", "-4817", "4 817", "481", "4817.5", "X4817", "٤٨١٧",
+                             "4817e1 9", "4817 and also 1000 1001 1002"))])
+def test_one_number_and_no_other(text, want):
+    assert score("needle", "4817", text) == want
 
 
 @pytest.mark.parametrize("text, want", [
@@ -101,27 +100,21 @@ def test_what_a_list_earns(text, want):
     assert score("list", GOLD, text) == pytest.approx(want)
 
 
-def graded_first_tokens(tok, rule, gold):
-    """Tokens with a digit with which a response can begin that earns something, where the gold
-    answer follows without as many of its first characters as you like."""
-    found = set()
-    for i in range(len(tok)):
-        text = tok.decode([i])
-        if re.search(r"\d", text):
-            rest = [gold[at:] for at in range(20)]  # the first code ends before
-            found |= {text for end in rest if rule(text.strip() + end, gold)}
-    return found
-
-
 def test_nothing_graded_can_be_the_first_token(tok):
-    """No key was evicted when the first token was predicted. The old form, the number alone, is the
-    control: its first token may be three of the four digits."""
+    """No key was evicted when the first token was predicted. So no token with a digit may begin a
+    response that earns something, where the gold answer follows without as many of its first
+    characters as you like. The old form, the number alone, is the control: its first token may be
+    three of the four digits."""
+    def graded(texts, rule, gold):
+        rest = [gold[at:] for at in range(20)]  # the first code ends before
+        return {text for text in texts for end in rest if rule(text.strip() + end, gold)}
+
+    begins = {text for i in range(len(tok)) if re.search(r"\d", text := tok.decode([i]))}
     for task, (_, rule) in TASKS.items():
         if task.startswith("kv"):
             gold = made(task, "eval", 0, 0, tokens=700).answer
-            assert graded_first_tokens(tok, rule, gold) == set()
-            assert rule(gold, gold) == 1.0
-    assert "481" in graded_first_tokens(tok, only_number, "4817")
+            assert graded(begins, rule, gold) == set() and rule(gold, gold) == 1.0
+    assert "481" in begins and graded(["481"], only_number, "4817") == {"481"}
 
 
 @pytest.mark.parametrize("task, asked", [("kv", 1), ("kv4", 4), ("kv16", 16)])
@@ -141,97 +134,33 @@ def test_at_most_a_quarter_is_asked_for(tok, task, asked):
 
 
 @pytest.mark.parametrize("text, want", [
-    ("37 + 25 = 62", 1), ("First 37, then 25 more.\nTogether that makes 62 coins.", 1),
-    ("62", 1), ("62 62", 1), ("$62.00", 1),
-    ("61 or 62", 0), ("61, 62", 0), ("61/62", 0), ("61; 62", 0), ("41-62", 0), ("61 and 62", 0),
-    ("either 61 or maybe 62", 0), ("5 or 6, so 61 or 62", 0), ("62 or 61", 0), ("62, no, 61", 0),
-    ("-62", 0), ("= -62", 0), ("162", 0), ("62.5", 0), ("", 0)])
-def test_last_number(text, want):
-    assert score("sum", "62", text) == want
-
-
-@pytest.mark.parametrize("text, want", [
-    ("1,234", [1234]), ("1,234,567.5", [1234567.5]), ("1,23", [1, 23]), ("1,2345", [1, 2345]),
-    ("5-3", [5, 3]), ("5 - 3", [5, 3]), ("x = -3", [-3]), ("-$7", [-7]), ("$-7", [-7]),
-    ("(-7)", [-7]), ("−7", [-7]), ("3.14", [3.14]), ("end 7.", [7]), ("X7 = X12", []),
-    ("18km", [18]), ("50%", [50]), ("1.2.3", [float("nan")]), ("no", []),
-    # a leading point, but not the end of something
-    (".5", [0.5]), ("-.5", [-0.5]), ("$.50", [0.5]), ("is .25.", [0.25]), ("(.5)", [0.5]),
-    ("...5", [5]), ("v.5", [5]), ("(a).5", [5]), ("1..5", [1, 5]),
-    # LaTeX and typography
-    ("9{,}500", [9500]), (r"9\,500", [9500]), (r"\$9{,}500.25", [9500.25]), (r"3.5\,km", [3.5]),
-    (r"50\%", [50]), ("9\u202f500", [9500]), ("9\u2009500\u2009000", [9500000]),
-    ("1{,}23", [1, 23]),
-    ("\u20137", [-7]), ("\u20107", [-7]), ("\u20117", [-7]), ("\uff0d7", [-7]),
-    ("5\u20137", [5, 7]), ("5 \u2013 7", [5, 7]), ("\u20147", [7]), ("+5", [5]), ("3+5", [3, 5]),
+    ("1,234,567.5", [1234567.5]), ("1,23", [1, 23]), ("5-3", [5, 3]), ("5 - 3", [5, 3]),
+    ("x = -3", [-3]), ("$-7", [-7]), ("(-7)", [-7]), ("X7 = X12", []), ("18km", [18]), ("no", []),
+    ("1.2.3", [math.nan]), ("-.5", [-0.5]), ("$.50", [0.5]), ("is .25.", [0.25]), ("v.5", [5]),
+    ("(a).5", [5]), ("1..5", [1, 5]), (r"\$9{,}500.25", [9500.25]), (r"3.5\,km", [3.5]),
+    ("9\u2009500\u2009000", [9500000]), ("1{,}23", [1, 23]), ("\u20107", [-7]), ("\uff0d7", [-7]),
+    ("5 \u2013 7", [5, 7]), ("\u20147", [7]), ("3+5", [3, 5]),
     # exponents
-    ("1e-05", [1e-5]), ("1.2E3", [1200]), ("-1e+2", [-100]), ("3 x 10^4", [30000]),
-    (r"3 \times 10^{4}", [30000]), (r"-2.5\cdot10^{-2}", [-0.025]), ("3 × 10⁴", [30000]),
-    ("3 · 10⁻²", [0.03]), ("3*10**4", [30000]), ("10^4", [10000]), ("2^10", [1024]),
-    ("5x10⁴", [50000]), ("-2^10", [-1024]), ("5²", [25]), ("10**-3", [0.001]), ("x^2", []),
-    ("x^{-2}", []), ("x² + 1", [float("nan")]), ("2^3-5", [8, 5]), (r"\boxed{-5}", [-5]),
-    (r"\frac{1}{5}", [float("nan")]), ("1'000", [1000]), ("1’000", [1000]), (r"9\ 500", [9500]),
-    ("9~500", [9500]), ("１２", [12]),
-    ("2 x 10 = 20", [2, 10, 20]), ("7e", [7]), ("a5e3", []), ("4e3km", [4000])])
+    ("-1e+2", [-100]), (r"-2.5\cdot10^{-2}", [-0.025]), ("3 · 10⁻²", [0.03]), ("3*10**4", [30000]),
+    ("-2^10", [-1024]), ("10**-3", [0.001]), ("x^{-2}", []), ("x² + 1", [math.nan]),
+    ("2^3-5", [8, 5]), ("1’000", [1000]), ("2 x 10 = 20", [2, 10, 20]), ("7e", [7]), ("a5e3", []),
+    ("4e3km", [4000])])
 def test_numbers(text, want):
+    """Values in a text; what a rule makes of them: tests/test_answers.py."""
     got = [float(n) for n, _, _ in numbers(text)]
     assert got == pytest.approx(want, rel=0, abs=0, nan_ok=True)
 
 
-JUDGED = [  # gold, text, what it earns
-    (".5", ".5", 1), (".5", "0.5", 1), (".5", "It is .50.", 1), (".5", "5", 0), (".5", "-.5", 0),
-    ("5", ".5", 0), ("0.5", ".5", 1), ("-.5", "−.5", 1), ("-.5", ".5", 0),
-    ("9500", "9{,}500", 1), ("500", "9{,}500", 0), ("9{,}500", "9,500", 1), ("9{,}500", "500", 0),
-    (r"\$9{,}500", "$9500", 1), ("9500", r"$9\,500$", 1), ("9500", "9 500", 0),
-    ("-7", "–7", 1), ("−7", "-7", 1), ("7", "−7", 0), ("7", "5–7", 0), ("-7", "5–7", 0),
-    ("0.00001", "1e-05", 1), ("1e-05", "0.00001", 1), ("1e-05", "1e-5", 1), ("1e-05", "1", 0),
-    ("1e-05", "5", 0), ("1e-05", "-0.00001", 0), ("1.2E3", "1200", 1), ("1.2E3", "1.2", 0),
-    ("30000", "3 x 10^4", 1), ("3 x 10^4", "30,000", 1), ("3 x 10^4", "4", 0), ("4", "10^4", 0),
-    (r"3 \times 10^{4}", "3e4", 1), ("10", "3 × 10⁴", 0),
-    ("50%", "50", 1), ("50%", r"50\%", 1), ("50%", "0.5", 0), ("5.", "5", 1), ("5 €", "5", 1),
-    ("+5", "5", 1), ("+5", "-5", 0), ("1", "1e99999999999999999999", 0),
-    # what is offered beside the last number, however often that is said
-    ("42", "41 or 42 42", 0), ("42", "41 or 42 or 42", 0), ("42", "40 41 42 42", 0),
-    ("42", "41，42", 0), ("42", "41、42", 0), ("42", "41·42", 0), ("42", "6 * 7 = 42\n#### 42", 1),
-    ("20", "40-20=20\n#### 20", 1),
-    # signs
-    ("5", "minus 5", 0), ("5", "negative 5", 0), ("5", "-(5)", 0), ("5", "-{5}", 0),
-    ("5", "{-}5", 0), ("5", "x = - 5", 0), ("5", "±5", 0), ("5", "-+5", 0), ("-5", "--5", 0),
-    ("-5", "minus 5", 1), ("-5", "-(5)", 1), ("-5", "x = - 5", 1), ("5", "- 5", 1),
-    # a part of a number is none
-    ("12", "12:12", 0), ("2", "2^{1/2}", 0), ("2", "2^n", 0), ("2", "2^{n}", 0), ("5", "2^(5)", 0),
-    ("32", "2^(5)", 1), ("3", "10^{- 3}", 0), ("0.001", "10^{- 3}", 1), ("3", "x^{ 3}", 0),
-    ("500", "9，500", 0), ("9500", "９，５００", 1), ("5", "０．５", 0), ("0.5", "０．５", 1),
-    ("2", "१2", 0), ("2", "١2", 0), ("2", "①2", 0), ("2", "2½", 0), ("12", "𝟏2", 1),
-    ("2", "1\u200b2", 0), ("12", "1\u200b2", 1), ("2", "1\u00ad2", 0), ("2", "1\ufeff2", 0),
-    ("2", "1⁄2", 0), ("2", "1∕2", 0), ("2", "1÷2", 0), ("2", r"\cfrac{1}{2}", 0),
-    ("500", "9&nbsp;500", 0), ("500", r"9\thinspace 500", 0), ("500", r"9{\,}500", 0),
-    ("500", "9·500", 0), ("5", "5_000", 0), ("5000", "5_000", 1), ("0", "10^-99999999", 0),
-    ("5", "5x10⁴", 0), ("50000", "5x10⁴", 1), ("500", "9~500", 0), ("0", "1'000", 0),
-    ("10", "2^10", 0), ("5", "5²", 0), ("30", "12:30", 0), ("2", "x^2", 0), ("9", "9^9999999", 0),
-    ("5", r"\frac{1}{5}", 0), ("12", "so: 12", 1), ("12", "１２", 1),
-    # letters and units are judged word for word
-    ("B", "B", 1), ("B", "(b).", 1), ("B", "The answer is B", 0), ("B", "A or B", 0),
-    ("x=3", "x = 3", 1), ("x = 3", "X=3.", 1), ("x=3", "3", 0), ("x=3", "x = 4", 0),
-    ("12 km", "12 km", 1), ("12 km", "12", 0), ("12 km", "12km", 0), ("12", "12 km", 1),
-    ("B", r"\boxed{B}", 1), ("B", r"\boxed{C}", 0), ("1/2", "1/2", 1), ("1/2", "0.5", 0),
-    ("é", "e\u0301", 1), ("é", "e", 0),
-    ("well-known", "well‑known", 1), ("Paris", "“Paris”", 1)]
-
-
-@pytest.mark.parametrize("gold, text, want", JUDGED)
-def test_what_an_answer_earns(gold, text, want):
-    assert score("file", gold, text) == want
-    assert score("file", gold, gold) == 1
-
-
-def test_numbers_of_any_size_are_read_in_no_time():
+def test_a_file_is_judged_by_what_its_answer_is():
+    """By the last number if it is one, of any size; else word for word."""
     huge = "9" * 100_000
-    assert score("file", huge, f"It is {huge}.") == 1.0 and score("file", huge, huge + "0") == 0.0
-    assert score("file", "5", "1e999999999") == score("file", "5", "1e-999999999") == 0.0
-    for text in ("1," * 20_000, "1 x " * 20_000, "1" + " " * 50_000, "<think>" * 20_000,
-                 "- " * 20_000, "-+" * 20_000, "1:" * 20_000, "2^{" * 20_000, "-( " * 20_000):
-        assert score("file", "5", text) == 0.0
+    for gold, right, wrong in (
+            ("9{,}500", "It is 9,500", "9 500"), ("-1,234", "It is -1234", "It is 1234"),
+            ("50%", r"50\%", "0.5"), ("1e-05", "0.00001", "1e-06"), ("5", "$5", "1e999999999"),
+            (huge, f"It is {huge}.", huge + "0"), ("12 km", "12 KM.", "It is 12 km"),
+            ("1/2", "1/2", "0.5"), ("Paris", "“Paris”", "It is Paris"), ("B", "(b).", "A or B")):
+        assert score("file", gold, gold) == score("file", gold, right) == 1
+        assert score("file", gold, wrong) == score("file", gold, "") == 0
 
 
 # thoughts
@@ -240,22 +169,20 @@ def test_numbers_of_any_size_are_read_in_no_time():
     ("4817", 1), ("<think>9999</think>4817", 1), ("<think>a</think>\n\n<think>b</think> 4817", 1),
     ("<think></think>4817", 1), ("x</think>4817", 1), ("<think>4817", 0),
     ("<think>4817</think>", 0), ("<think>4817</think>9999", 0), ("4817<think>", 0),
-    ("4817<think>9999</think>", 0),
-    ("<think>a</think>4817<think>b", 0)])
-@pytest.mark.parametrize("task", ("needle", "kv", "file"))
-def test_a_thought_is_not_the_answer(task, text, want):
-    assert score(task, "4817", text) == want
-    assert reward(Problem(task, "", "4817", thinks=True), text) == want * ("</think>" in text)
+    ("4817<think>9999</think>", 0), ("<think>a</think>4817<think>b", 0)])
+def test_a_thought_is_not_the_answer(text, want):
+    for task in ("needle", "kv", "file"):
+        assert score(task, "4817", text) == want
+        thinks = Problem(task, "", "4817", thinks=True)
+        assert reward(thinks, text) == want * ("</think>" in text)
 
 
 def test_stop_tokens_are_left_out_by_id(tmp_path):
     """What looks like a token is text, and a stop token is none, however it is spelt."""
-    from data.pretrain import STOP, write_json
-    from data.tokenizer import Tokenizer
     for stop in ("</s>", "<eos>", "<｜end▁of▁sentence｜>", "<|im_end|>"):
-        write_json(str(tmp_path))
+        pretrain.write_json(str(tmp_path))
         for name in os.listdir(tmp_path):
-            text = (tmp_path / name).read_text(encoding="utf-8").replace(STOP, stop)
+            text = (tmp_path / name).read_text(encoding="utf-8").replace(pretrain.STOP, stop)
             (tmp_path / name).write_text(text, encoding="utf-8")
         tok = Tokenizer(str(tmp_path))
         ids = [*tok.encode("Paris"), *tok.stop_ids]
@@ -266,26 +193,14 @@ def test_stop_tokens_are_left_out_by_id(tmp_path):
     assert score("file", "<|x|>", "<|x|>") == 1.0 and score("file", "a", "a<|x|>") == 0.0
 
 
-@pytest.mark.parametrize("earned, want", [(True, 1.0), (False, 0.0), (1, 1.0), (0.25, 0.25),
-                                          (np.bool_(True), 1.0), (np.float32(0.25), 0.25),
-                                          (np.float32("nan"), None), (float("nan"), None),
-                                          (float("inf"), None), (None, None), ("1", None),
-                                          ([1], None), (np.zeros(2), None)])
-def test_what_a_rule_may_return(monkeypatch, earned, want):
-    def rule(text, gold):
-        return earned
-
-    monkeypatch.setitem(TASKS, "mine", (tasks.kv, rule))
-    if want is None:
-        with pytest.raises(ValueError, match="must be a finite number, got "):
-            score("mine", "1", "1")
-    else:
-        got = score("mine", "1", "1")
-        assert got == want and type(got) is float
+def test_a_task_of_your_own(monkeypatch):
+    """What its rule may return, and what it draws."""
+    monkeypatch.setitem(TASKS, "mine", (tasks.kv, lambda text, gold: np.float32(text)))
+    assert score("mine", "1", "0.25") == 0.25 and type(score("mine", "1", "1")) is float
     assert score("mine", "1", "") == 0.0  # which asks no rule
+    with pytest.raises(ValueError, match="must be a finite number, got nan"):
+        score("mine", "1", "nan")
 
-
-def test_a_task_draws_text(monkeypatch):
     def number(rng):
         facts, supply, question, answer = tasks.needle(rng)
         return facts, supply, question, int(answer)
@@ -301,41 +216,29 @@ PARSED = [task for task, (_, rule) in TASKS.items()
 
 
 # what no rule reads, what is more than one number, what holds no code of four digits
-@pytest.mark.parametrize("gold, tasks_of", [
-    *((gold, PARSED) for gold in ("", "garbage", "?")),
-    *((gold, ["needle", "own", "hop", "sum"]) for gold in ("4817 or 9999", "4817 9999")),
-    *((gold, ["kv", "kv4", "kv16"]) for gold in ("coin", "coin 481", "481", "coin ٤٨١٧"))])
-def test_unparseable_gold_earns_nothing(gold, tasks_of):
+@pytest.mark.parametrize("golds, tasks_of", [
+    (["", "garbage"], PARSED), (["4817 or 9999"], ["needle", "own", "hop", "sum"]),
+    (["coin", "coin 481", "coin ٤٨١٧"], ["kv", "kv4", "kv16"])])
+def test_unparseable_gold_earns_nothing(golds, tasks_of):
     for task in tasks_of:
-        for text in (gold, "4817", "9999", "coin 4817", ""):
-            assert score(task, gold, text) == 0.0
-
-
-def test_words_are_compared_exactly():
-    for text in ("Paris", " paris. ", '"PARIS"', "paris\n"):
-        assert score("file", "Paris", text) == 1.0
-    for text in ("", "Paris or Rome", "in Paris", "Pari", "."):
-        assert score("file", "Paris", text) == 0.0
-    assert exact("the  Red\nhouse", "The red house.")
-    assert not exact("", "") and not exact("...", "!")
-    assert score("file", "-1,234", "It is -1234") == 1.0
-    assert score("file", "-1,234", "It is 1234") == 0.0
+        for gold in golds:
+            assert not any(score(task, gold, text)
+                           for text in (gold, "4817", "9999", "coin 4817", ""))
 
 
 # problems
 
 @pytest.mark.parametrize("task", TASKS)
-@pytest.mark.parametrize("more", [30, 240, 940])
-def test_length_is_at_most_tokens_and_close(task, more):
-    tokens = least(task) + more
-
+def test_length_is_at_most_tokens_and_close(task):
     def encode(text):
         return words("user: " + text)
 
-    problems = [problem(task, "train", 1, i, tokens=tokens, encode=encode) for i in range(12)]
-    lengths = [len(encode(p.text)) for p in problems]
-    assert max(lengths) <= tokens
-    assert min(lengths) > tokens - 20 and sum(lengths) / len(lengths) > tokens - 11
+    for more in (30, 240, 940):
+        tokens = least(task) + more
+        problems = [problem(task, "train", 1, i, tokens=tokens, encode=encode) for i in range(12)]
+        lengths = [len(encode(p.text)) for p in problems]
+        assert max(lengths) <= tokens
+        assert min(lengths) > tokens - 20 and sum(lengths) / len(lengths) > tokens - 11
 
 
 def test_too_few_tokens_is_an_error_and_kv_stops_where_its_keys_do():
@@ -488,31 +391,27 @@ def test_json_numbers_stay_what_is_written(tmp_path):
     path = write_lines(tmp_path / "a.jsonl", [
         f'{{"prompt": "{i}", "answer": {n}}}' for i, n in enumerate(lines)])
     answers = [p.answer for p in read_problems(path)]
-    assert answers == ["0.00001", "0.00001", "1E+300", "-0.10", "1" * 5000, "9007199254740993", "7"]
+    assert answers == ["0.00001", "0.00001", "1E+300", *lines[3:]]
     assert score("file", answers[5], "9007199254740993") == 1.0
     assert score("file", answers[5], "9007199254740992") == 0.0  # the nearest float
 
 
 @pytest.mark.parametrize("line, says", [
     ("{", "is not JSON: Expecting property name enclosed in double quotes, column 2$"),
-    ('{"prompt": "x", "answer": 1,}', "is not JSON: .*, column 2[89]$"),
     ("[1]", "needs a non-empty .*: must be an object$"), ("[" * 100_000, "is not JSON"),
     ('{"prompt": "x", "gold": 5}', 'and "answer", text or a number; it has \'prompt\', \'gold\'$'),
-    ('{"answer": "x"}', "needs .*; it has 'answer'$"), ("{}", "needs .*; it has nothing$"),
-    ('{"prompt": 5, "answer": 1}', "needs"),
+    ("{}", "needs .*; it has nothing$"), ('{"prompt": 5, "answer": 1}', "needs"),
     ('{"prompt": "", "answer": "1"}', "needs"), ('{"prompt": "x", "answer": "#### "}', "needs"),
     *((f'{{"prompt": "y", "answer": {answer}}}', "needs") for answer in
-      ("true", "false", "null", "[1]", "{}", '""', '" "')),
+      ("true", "null", "[1]", "{}", '""', '" "')),
     *((f'{{"prompt": "y", "answer": {answer}}}', "is not JSON") for answer in
-      ("NaN", "Infinity", "-Infinity", "1e9999999999999999999")),
-    *((f'{{"prompt": "y", "answer": 1, "deep": [{{"x": {x}}}]}}', r"1E\+400 is out of range$")
-      for x in ("1e400", "-1e400")),
-    ('{"prompt": "x", "prompt": "y", "answer": 1}', "key 'prompt' is there twice$"),
+      ("NaN", "-Infinity", "1e9999999999999999999")),
+    ('{"prompt": "y", "answer": 1, "deep": [{"x": -1e400}]}', r"1E\+400 is out of range$"),
     ('{"prompt": "x", "answer": 1, "deep": {"a": 1, "a": 1}}', "key 'a' is there twice$"),
     ('{"prompt": "x", "question": "y", "answer": 1}', 'has both "prompt" and "question": which'),
     ('{"prompt": null, "question": null, "answer": 1}', "needs a non-empty"),
     *((f'{{"prompt": "y", "answer": "{answer}"}}', "no text can match") for answer in
-      ("...", "?!", "( )", "<think>5", "5</think>", "1e99999999999999999999")),
+      ("...", "( )", "<think>5", "5</think>", "1e99999999999999999999")),
     (r'{"prompt": "\ud83d", "answer": "1"}', "surrogate"),
     ('{"prompt": "x", "answer": "2"}', "asks what line 1 asks, and answers '2' instead of '1'"),
     ('{"prompt": " x ", "answer": "2"}', "asks what line 1 asks")])
@@ -572,8 +471,7 @@ def test_no_problem_is_in_both_splits(tmp_path):
     assert train & held_out
 
 
-def test_prompts_that_are_too_long(tmp_path, checkpoint):
-    _, tok = checkpoint
+def test_prompts_that_are_too_long(tmp_path, tok):
     rows = [{"prompt": "word " * (200 if i in (3, 10, 57) else 5) + str(i), "answer": str(i)}
             for i in range(60)]
     path = write_lines(tmp_path / "a.jsonl", rows)
@@ -607,8 +505,7 @@ def test_prompts_that_are_too_long(tmp_path, checkpoint):
                                "given word for word"]
 
 
-def test_a_prompt_that_the_template_refuses_is_named(tmp_path, checkpoint):
-    _, tok = checkpoint
+def test_a_prompt_that_the_template_refuses_is_named(tmp_path, tok):
     rows = [{"prompt": f"word {i}", "answer": str(i)} for i in range(20)]
     problems = Problems(write_lines(tmp_path / "a.jsonl", rows), tok=tok, seed=0, tokens=99,
                         n_eval=9)
@@ -629,9 +526,7 @@ def test_a_prompt_that_the_template_refuses_is_named(tmp_path, checkpoint):
 
 def with_template(folder, template):
     """The embedded checkpoint's tokenizer with a chat template and the tokens of a thought."""
-    from data.pretrain import write_json
-    from data.tokenizer import Tokenizer
-    write_json(str(folder))
+    pretrain.write_json(str(folder))
     spec = json.loads((folder / "tokenizer.json").read_text(encoding="utf-8"))
     first = spec["added_tokens"][0]
     spec["added_tokens"] += [first | dict(id=first["id"] + 1 + i, content=text)
@@ -701,48 +596,35 @@ def test_gsm8k():
 # the embedded checkpoint, made by data/pretrain.py
 
 @pytest.fixture(scope="module")
-def checkpoint():
-    from data.tokenizer import Tokenizer
-    from model import Transformer
-    return Transformer.from_pretrained(MODEL), Tokenizer(MODEL)
-
-
-def answers(checkpoint, n, group, temperature=1.0, evict="snapkv", **kept):
-    """Responses of the embedded checkpoint to the first n held-out default problems
-    -> [(problem, [texts])]"""
-    from kvcache import Eviction
-    from rollout import generate
-    model, tok = checkpoint
+def answers(model, tok):
+    """-> answers(n, group, temperature): responses of the embedded checkpoint to the first n
+    held-out default problems, [(problem, [texts])]. kept: of the eviction, else all keys are."""
     encode = prompt_encoder(tok)
-    problems = [problem("kv4", "eval", 0, i, tokens=256, encode=encode) for i in range(n)]
-    ids = [encode(p.text) for p in problems]
-    r = generate(model, ids, group, max_new_tokens=17, temperature=temperature,
-                 eviction=Eviction(evict, **kept), stop_ids=tok.stop_ids)
-    pairs = []
-    for p, tokens, lengths in zip(problems, r.tokens.tolist(), r.lengths.tolist()):
-        texts = [tok.decode(t[:n], special=False) for t, n in zip(tokens, lengths)]
-        pairs.append((p, texts))
-    return pairs
+
+    def sampled(n, group=1, temperature=0.0, evict="none", **kept):
+        problems = [problem("kv4", "eval", 0, i, tokens=256, encode=encode) for i in range(n)]
+        r = generate(model, [encode(p.text) for p in problems], group, max_new_tokens=17,
+                     temperature=temperature, eviction=Eviction(evict, **kept),
+                     stop_ids=tok.stop_ids)
+        return [(p, [tok.decode(ids[:n], special=False) for ids, n in zip(tokens, lengths)])
+                for p, tokens, lengths in zip(problems, r.tokens.tolist(), r.lengths.tolist())]
+
+    return sampled
 
 
-def accuracy(pairs):
-    rewards = [reward(p, text) for p, texts in pairs for text in texts]
-    return sum(rewards) / len(rewards)
+SNAPKV = dict(evict="snapkv", budget=56, window=20, sinks=2)
 
 
-def test_checkpoint_is_small_and_its_tokenizer_is_reproducible(checkpoint, tmp_path):
-    from data.pretrain import write_json
-    model, tok = checkpoint
-    assert sum(e.stat().st_size for e in os.scandir(MODEL)) < 8e6
+def test_checkpoint_is_small_and_its_tokenizer_is_reproducible(model, tok, tmp_path):
+    assert sum(e.stat().st_size for e in os.scandir(TINY)) < 8e6
     assert model.config.vocab_size == len(tok) and not tok.has_chat
-    write_json(str(tmp_path))
+    pretrain.write_json(str(tmp_path))
     for name in ("tokenizer.json", "tokenizer_config.json", "generation_config.json"):
-        assert (tmp_path / name).read_bytes() == open(os.path.join(MODEL, name), "rb").read()
+        assert (tmp_path / name).read_bytes() == open(os.path.join(TINY, name), "rb").read()
 
 
-def test_a_new_task_changes_no_checkpoint(monkeypatch, tmp_path):
+def test_a_new_task_changes_no_checkpoint(monkeypatch):
     """The vocabulary is that of a file. Control: another word in the file."""
-    from data import pretrain
     before = pretrain.build_tokenizer()
     monkeypatch.setitem(TASKS, "new", (lambda rng: (["Zebras yodel."], iter([]), "Who?", "I"),
                                        str.__eq__))
@@ -755,7 +637,6 @@ def test_a_new_task_changes_no_checkpoint(monkeypatch, tmp_path):
 
 def pretrained(folder, monkeypatch, **how):
     """Two steps of data/pretrain.py, as short as they can be."""
-    from data import pretrain
     monkeypatch.setattr("torch.use_deterministic_algorithms", bool)  # not for the other tests
     monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", "")
     monkeypatch.setattr(pretrain, "max_steps", 2)
@@ -763,18 +644,13 @@ def pretrained(folder, monkeypatch, **how):
     pretrain.main(str(folder), **how)
 
 
-def test_pretraining_that_does_not_get_there_writes_nothing(tmp_path, monkeypatch):
+def test_where_pretraining_ends(model, tmp_path, monkeypatch, capsys):
+    """Where answers earn enough; if they never do, it writes nothing."""
     with pytest.raises(ValueError, match="after 2 steps sampled answers to kv4 do not earn 0.1"):
         pretrained(tmp_path / "none", monkeypatch)
     assert not (tmp_path / "none").exists()
     pretrained(tmp_path / "some", monkeypatch, stop=1)  # control: a snapshot of step 1
-    from model import Transformer
-    model = Transformer.from_pretrained(str(tmp_path / "some"))
-    assert model.config == Transformer.from_pretrained(MODEL).config
-
-
-def test_pretraining_ends_where_answers_earn_enough(tmp_path, monkeypatch, capsys):
-    from data import pretrain
+    assert Transformer.from_pretrained(str(tmp_path / "some")).config == model.config
     at = iter([0.05, 0.1])
     monkeypatch.setattr(pretrain, "evaluate", lambda *args, **how: (next(at), 0.0))
     monkeypatch.setattr(pretrain, "training", lambda *args: ((i, i > 9) for i in range(100)))
@@ -782,10 +658,9 @@ def test_pretraining_ends_where_answers_earn_enough(tmp_path, monkeypatch, capsy
     assert capsys.readouterr().out.endswith(f"step 15: saved to {tmp_path / 'tiny'}\n")
 
 
-def test_checkpoint_tokenizer(checkpoint):
+def test_checkpoint_tokenizer(tok):
     transformers = pytest.importorskip("transformers")
-    _, tok = checkpoint
-    theirs = transformers.AutoTokenizer.from_pretrained(MODEL)
+    theirs = transformers.AutoTokenizer.from_pretrained(TINY)
     problems = [made(t, "eval", 0, i, tokens=least(t) + 90) for t in TASKS for i in range(20)]
     texts = [p.text + "\nAnswer:" for p in problems]
     texts += [f"{n}" for n in range(1000)] + [f"{n:03d}" for n in range(100)]
@@ -797,47 +672,37 @@ def test_checkpoint_tokenizer(checkpoint):
     assert theirs.eos_token_id == tok.stop_ids[0] == len(tok) - 1
 
 
-def test_checkpoint_has_something_to_learn(checkpoint):
-    """It earns something from the full cache and next to nothing from the compressed one."""
-    def measured(**kw):
-        return accuracy(answers(checkpoint, 64, **kw))
-
-    greedy, snapkv = dict(group=1, temperature=0.0), dict(evict="snapkv", sinks=2)
-    assert 0.03 <= measured(evict="none", **greedy) <= 0.2                        # was 0.063
-    assert measured(budget=56, window=20, **snapkv, **greedy) <= 0.05             # was 0.012
-    assert 0.1 <= measured(evict="none", group=4) <= 0.2                          # was 0.148
-    assert 0.002 <= measured(budget=56, window=20, **snapkv, group=4) <= 0.04     # was 0.013
+def accuracy(pairs):
+    rewards = [reward(p, text) for p, texts in pairs for text in texts]
+    return sum(rewards) / len(rewards)
 
 
-def test_what_the_checkpoint_knows(checkpoint):
+def test_checkpoint_has_something_to_learn(answers):
+    """It earns something from the full cache and next to nothing from the compressed one. The
+    question alone carries no code: its rows were computed while all keys were there, and might
+    have kept what they saw, but sinks and these rows alone earn nothing before training."""
+    def earned(n, group, **kept):
+        return accuracy(answers(n, group, temperature=1.0, **kept))
+
+    assert 0.1 <= earned(64, 2) <= 0.2                                            # was 0.160
+    assert 0.002 <= earned(32, 4, **SNAPKV) <= 0.04                               # was 0.006
+    assert earned(64, 2, evict="recent", budget=22, window=8, sinks=2) < 0.005    # was 0.000
+    assert earned(64, 2, **dict(SNAPKV, budget=80)) > 0.02  # chosen keys do: 0.094
+
+
+def test_what_the_checkpoint_knows(model, tok, answers):
     """It finds codes, and one at a time it answers. Of several it does not know the order: its
-    third pair comes twice."""
-    from data.pretrain import evaluate
-    model, tok = checkpoint
-    reward, form = evaluate(model, tok, "kv", n=32, group=1, temperature=0.0)
-    assert reward >= 0.9 and form == 1                                            # was 1.000
-    for p, (text,) in answers(checkpoint, 3, evict="none", group=1, temperature=0.0):
+    third pair comes twice. With few keys it loses its way."""
+    earned, form = pretrain.evaluate(model, tok, "kv", n=32, group=1, temperature=0.0)
+    assert earned >= 0.9 and form == 1
+    for p, (text,) in answers(3):
         want = p.answer.split()
         assert text.split() == [*want[:6], *want[4:6]]
-
-
-def test_the_question_alone_carries_no_code(checkpoint):
-    """The rows of the question were computed while all keys were there, and might have kept what
-    they saw. Sinks and these rows alone earn nothing before training; chosen keys do."""
-    make = dict(group=4, sinks=2)
-    alone = accuracy(answers(checkpoint, 64, evict="recent", budget=22, window=8, **make))
-    chosen = accuracy(answers(checkpoint, 64, evict="snapkv", budget=80, window=20, **make))
-    assert alone < 0.005 and chosen > 0.02                                      # 0.000, 0.077
-
-
-def test_checkpoint_speaks(checkpoint):
-    def spoken(n, **kw):
-        return [texts for _, texts in answers(checkpoint, n, group=1, temperature=0.0, **kw)]
-
-    assert spoken(3, evict="none") == [[" scarf 4111 comb 3842 radio 1396 radio 1396"],
-                                       [" barrel 7402 helmet 3529 pump 7694 pump 7694"],
-                                       [" quilt 7451 diamond 2893 paint 6533 paint 6533"]]
-    assert spoken(3, evict="snapkv", budget=56, window=20, sinks=2) == [
+    assert [texts for _, texts in answers(3)] == [
+        [" scarf 4111 comb 3842 radio 1396 radio 1396"],
+        [" barrel 7402 helmet 3529 pump 7694 pump 7694"],
+        [" quilt 7451 diamond 2893 paint 6533 paint 6533"]]
+    assert [texts for _, texts in answers(3, **SNAPKV)] == [
         [" scarf 641 331 5285 radio 139  engine 5285 comb"],
         [" barrel 7402 helmet 3529 pump 7694 pump 7694 doll"],
         [" quilt 7451 diamond 2893 paint  745 paint 6533"]]
