@@ -25,7 +25,7 @@ CHOICES = dict(
     correction=["none", *CORRECTIONS], ratio_to=["learner", "sampler"],
     norm=list(NORMS), dtype=["auto", "float32", "bfloat16", "float16"],
     lr_schedule=["constant", "linear", "cosine"], tracker=["none", *TRACKERS])
-CUTS = "it cuts the support the learner scores, so every ratio would be biased"
+CUTS = "it cuts the support of what the learner replays, so every ratio would be biased"
 REFUSED = dict(top_p=CUTS, top_k=CUTS, min_p=CUTS)
 MANY = 10**9
 # Eviction says more on budget, window and sinks, an objective on group
@@ -186,7 +186,7 @@ def eviction_of_evaluation(config):
 
 
 def policies_of(config):
-    """The policies that the learner scores."""
+    """The policies that the learner replays."""
     policies = [config.learner]
     others = config.teacher == "other" or config.distill_to not in policies
     if config.distill and others:

@@ -75,7 +75,7 @@ def saving_if_memory_runs_out(run, opt, phases, savings):
     if phase:
         line += f", in {phase}{advice(run, savings(run.config, phase))}"
     # elsewhere it is not known whether step `run.step` is done
-    if phase and run.writes and run.unsaved and not opt.changed:
+    if phase and run.writes and run.unsaved and not opt.halfway:
         try:
             run.save(opt.state())
         except (OSError, RuntimeError, MemoryError, FloatingPointError) as e:

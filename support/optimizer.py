@@ -2,7 +2,7 @@
 fp32 master weights for a model that may hold bf16 or fp16.
 
 The idea. Sampler and learner read one set of (bf16) weights, so the policy that sampled is
-the policy that is scored. The optimizer owns fp32 copies, the masters, and rounds them down
+the policy that learns. The optimizer owns fp32 copies, the masters, and rounds them down
 after each step: an update of 1e-6 is below bf16's spacing, so it must be summed up in fp32.
 Gradients of micro-batches add up in fp32 too.
 
@@ -41,12 +41,12 @@ class Masters:
     parameters.
 
     c: settings with lr, beta2 and weight_decay. value: PPO's value head, an fp32 module
-    that is trained and saved with the model's weights. changed: is an update on its way whose
-    weights are not to be saved? A step sets it, and who asks for steps sets it back after the
-    last. scale: of the loss, None but for fp16; good: finite steps since it was last changed.
-    scaling: of fp16, what the log says of the last step."""
+    that is trained and saved with the model's weights. halfway: have some updates of a rollout
+    changed the weights, and more may follow? They are not saved then. A step sets it, and who
+    asks for steps sets it back after the last. scale: of the loss, None but for fp16; good: finite
+    steps since it was last changed. scaling: of fp16, what the log says of the last step."""
 
-    changed = False
+    halfway = False
     good = 0
     scaling = {}
 
@@ -109,7 +109,7 @@ class Masters:
             return 0.0
         for group in self.optimizer.param_groups:
             group["lr"] = lr
-        self.changed = True
+        self.halfway = True
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
         self.copy_down()

@@ -29,7 +29,7 @@ from grpo import replay
 from kvcache import EVICT, Eviction, attention
 from model import Config, Transformer
 from rollout import Rollout
-from run.learn import score
+from run.learn import replay_all
 from support import parallel
 from support.checkpoint import read_checkpoint as read_whole
 from support.lora import LoRA
@@ -163,8 +163,8 @@ def learner(net, initial=None, **changes):
 
 def learn(net, opt, objective, rollout, rewards, c, lr, teacher=None):
     """What main does with a rollout and its rewards. -> numbers for the log"""
-    scores = partial(score, net, objective, c)
-    chosen, batch, log = objective.prepare(replace(rollout, rewards=rewards), rewards, scores)
+    again = partial(replay_all, net, objective, c)
+    chosen, batch, log = objective.prepare(replace(rollout, rewards=rewards), rewards, again)
     return dict(log, **train.update(net, opt, objective, chosen, batch=batch, config=c, lr=lr,
                                     teacher=teacher))
 
