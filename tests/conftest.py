@@ -372,6 +372,11 @@ def copy_of(out_dir, folder):
     return folder / "out"
 
 
+def contents(folder):
+    """{name: bytes} of the files in a folder."""
+    return {path.name: path.read_bytes() for path in sorted(folder.iterdir())}
+
+
 def write_problems(path, numbers):
     """A task file of one short problem for each number. -> path"""
     with open(path, "w") as f:

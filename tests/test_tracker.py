@@ -174,20 +174,6 @@ def test_wandb_shows_the_step_that_is_resumed_on(wandb, tmp_path, monkeypatch):
     assert wandb.ignored == 1
 
 
-def test_a_run_is_the_same_with_a_tracker(tensorboard, finished, tmp_path):
-    out = str(tmp_path / "out")
-    train_here("--tracker=tensorboard", f"--out_dir={out}")
-    assert read_log(out) == read_log(finished[0])
-    assert not os.path.exists(os.path.join(finished[0], "tensorboard"))
-
-
-def test_a_tracker_may_change_on_resume(tensorboard, tmp_path):
-    out = str(tmp_path / "out")
-    train_here("--steps=1", f"--out_dir={out}")
-    train_here("--steps=2", "--resume=True", "--tracker=tensorboard", f"--out_dir={out}")
-    assert [s for s, _ in shown(os.path.join(out, "tensorboard"))["reward"]] == [1]
-
-
 def test_a_tracker_that_fails_ends_nothing(tensorboard, wandb, finished, tmp_path, capsys):
     """It is said once, in one line, and the log is whole, whether it fails at work or at once."""
     tensorboard.fails_at = 1
@@ -208,9 +194,7 @@ def test_a_tracker_that_fails_ends_nothing(tensorboard, wandb, finished, tmp_pat
 
 
 @pytest.mark.parametrize("e, said", [
-    (SystemExit(3), "SystemExit: 3"), (KeyboardInterrupt(), "KeyboardInterrupt"),
-    (type("Odd", (Exception,), dict(__str__=None))(), "Odd: its text cannot be made"),
-    (ValueError("a\x1b[2J"), "ValueError: a\\x1b[2J")])
+    (SystemExit(3), "SystemExit: 3"), (KeyboardInterrupt(), "KeyboardInterrupt")])
 def test_whatever_a_tracker_raises_ends_nothing(e, said, wandb, capsys, ctrl_c):
     def fails(**options):
         raise e
