@@ -374,7 +374,7 @@ def copy_of(out_dir, folder):
 
 def contents(folder):
     """{name: bytes} of the files in a folder."""
-    return {path.name: path.read_bytes() for path in sorted(folder.iterdir())}
+    return {path.name: path.read_bytes() for path in sorted(folder.iterdir()) if path.is_file()}
 
 
 def write_problems(path, numbers):

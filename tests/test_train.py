@@ -3,7 +3,6 @@ import json
 import os
 import re
 import shutil
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -57,7 +56,6 @@ from run.settings import (
 )
 from run.start import check_memory, set_up
 from support.checkpoint import write_checkpoint
-from support.run import read_list
 
 # a whole run
 
@@ -939,30 +937,20 @@ def test_a_loss_that_is_not_finite(tmp_path, monkeypatch):
 
 
 def test_what_is_not_finite_is_not_kept(tmp_path, monkeypatch):
-    """Gradients, weights, numbers of the log. The control: after an update weights are kept."""
+    """Weights, numbers of the log. The control: after an update weights are kept."""
     net = toy()
     c, objective, opt = learner(net)
     learn(net, opt, objective, sampled(net), rewards=some_rewards(4, 4), c=c, lr=1e-9)
     opt.state()
-    before = [m.detach().clone() for m in opt.masters]
-    for q in net.parameters():
-        q.grad = torch.full_like(q, torch.nan)
-    with pytest.raises(FloatingPointError, match="norm is nan"):
-        opt.step(1e-3, 1.0)
-    assert all(map(torch.equal, before, opt.masters))
     with torch.no_grad():
         opt.masters[-1][0] = torch.inf
     with pytest.raises(FloatingPointError, match="weights are no longer finite"):
         opt.state()
-
     wrong = dict(reward=float("nan"), tokens=1, truncated=0, equal=0)
     monkeypatch.setattr(train, "facts", lambda *_: wrong)
-    out = tmp_path / "out"
     with pytest.raises(SystemExit, match="reward is nan in step 0"):
-        train_here(f"--out_dir={out}")
-    for line in (out / "log.jsonl").read_text().splitlines():
-        json.loads(line, parse_constant=pytest.fail)
-    assert len(read_log(out)[0]) == 1 and len(read_log(out)[1]) == 0
+        train_here(f"--out_dir={tmp_path / 'out'}")
+    assert [len(rows) for rows in read_log(tmp_path / "out")] == [1, 0]
 
 
 # what fits
@@ -1163,25 +1151,3 @@ def test_what_best_holds(there, step, evals, want, tmp_path, capsys):
     check_best(run)
     assert run.memory.get("best", {}).get("step") == want
     assert ("does not hold the model of step 0" in capsys.readouterr().out) == (want != 0)
-
-
-def test_models_come_back(finished, tmp_path, monkeypatch):
-    """A run that was cut while it wrote a model: the list says so, the next one writes it."""
-    out = copy_of(finished[0], tmp_path)
-    shutil.rmtree(out / "best")
-
-    def fails(self, path):
-        raise OSError("no space left")
-
-    with monkeypatch.context() as patched:
-        patched.setattr(Transformer, "save_pretrained", fails)
-        with pytest.raises(SystemExit, match="error: no space left"):
-            train_here("--resume=True", f"--out_dir={out}")
-    cut = [name for name in ("model", "best") if (out / name).exists()
-           and read_list(out / name)[0] is None and read_list(out / name)[1]]
-    assert len(cut) == 1 and read_list(finished[0] + "/" + cut[0])[0] is not None  # control
-    train_here("--resume=True", f"--out_dir={out}")
-    assert contents(out / "model") == contents(Path(finished[0]) / "model")
-    assert read_list(out / "best")[0] == 4  # step 4 is here, whatever was the best before
-    best, last = (contents(out / name)["model.safetensors"] for name in ("best", "model"))
-    assert best == last

@@ -44,35 +44,29 @@ def documented():
     return found
 
 
-SETTINGS = [[], ["config/tis.py"], ["config/dpo.py", "--temperature=3"], ["config/ppo.py"],
-            ["--ref_kl=0.1"], ["--reward=named:score"]]
+SETTINGS = [["config/tis.py", "--ref_kl=0.1"], ["config/dpo.py", "--temperature=3"],
+            ["config/ppo.py"]]
 
 
 @pytest.fixture(scope="module")
 def written(tmp_path_factory):
     """{kind: names} of the columns that any of SETTINGS, or a GPU, writes."""
-    found = dict(step=set(), eval=set())
+    found = dict(step=set(), eval={"changed"})  # where one comes first: tests/test_rewards.py
+    folder = tmp_path_factory.mktemp("columns")
+    named = folder / "named.py"
+    named.write_text("def score(row, text, tokens):\n    return dict(reward=0, NAME=1)\n")
+    own = ["--reward=named:score", "--eval_every=9"]
+    asked = [*enumerate(SETTINGS), (9, own), (9, [*own, "--resume=True", "--steps=2"])]
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("data.tasks.reward", share_of_digits)
         patch.chdir(ROOT)
-        named = tmp_path_factory.mktemp("named")
-        (named / "named.py").write_text(
-            "def score(row, text, tokens):\n    return dict(reward=0, NAME=1)\n")
-        patch.syspath_prepend(named)
-        for i, more in enumerate(SETTINGS):
-            out = tmp_path_factory.mktemp("columns") / str(i)
-            train_here(*more, "--steps=1", "--eval_final=2", f"--out_dir={out}")
+        patch.syspath_prepend(folder)
+        for number, args in asked:
+            out = folder / str(number)
+            train_here("--steps=1", "--eval_final=2", *args, f"--out_dir={out}")
+            named.write_text(named.read_text() + "# another\n")
             for row in rows_of(out):
                 found[row["kind"]] |= row.keys()
-        more, = (more for more in SETTINGS if any("named" in x for x in more))
-        out = tmp_path_factory.mktemp("columns") / "again"
-        for args in (["--steps=1"], ["--steps=2", "--resume=True"]):
-            train_here(*more, *args, "--eval_final=2", "--eval_every=9", f"--out_dir={out}")
-            with open(named / "named.py", "a") as f:
-                f.write("# another\n")
-        for row in rows_of(out):
-            found[row["kind"]] |= row.keys()
-        found["eval"].add("changed")  # where an evaluation comes first: tests/test_rewards.py
         patch.setattr(torch.cuda, "max_memory_allocated", lambda: 2e9)
         found["step"] |= facts(Nothing, {}).keys()
     return found
