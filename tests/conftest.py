@@ -262,14 +262,6 @@ def train_here(*args):
             os.close(HELD.popitem()[1])
 
 
-def run_train(*args):
-    """`python train.py` from another folder, as a user might. -> exit code, what it printed, its
-    errors"""
-    command = [sys.executable, os.path.join(ROOT, "train.py"), *FAST, *args]
-    p = subprocess.run(command, capture_output=True, text=True, timeout=200)
-    return p.returncode, p.stdout, p.stderr
-
-
 server = multiprocessing.get_context("forkserver")
 # imported once for all Forked; the last is what an optimizer imports
 server.set_forkserver_preload(["train", "pytest", "torch._dynamo"])

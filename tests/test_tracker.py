@@ -1,6 +1,5 @@
 """support/tracker.py: what trackers are handed, over resumes and failures. Neither package is
 needed: modules that stand for them write down what they are told."""
-import json
 import os
 import shutil
 import signal
@@ -14,41 +13,31 @@ from support.run import LIST
 from support.tracker import Tracker
 
 
-class EventFiles:
-    """Stands for SummaryWriter: an event file of JSON lines."""
-    fails_at = None  # a step
+class Writer:
+    """Stands for SummaryWriter: an event file, whose events stand in a list."""
 
     def __init__(self, folder, purge_step=None):
-        names = [name for name in os.listdir(folder) if "tfevents" in name]
-        self.path = os.path.join(folder, f"events.out.tfevents.{len(names)}")
-        self.write(dict(purge=purge_step))
-
-    def write(self, event):
-        with open(self.path, "a") as f:
-            f.write(json.dumps(event) + "\n")
+        files = [name for name in os.listdir(folder) if "tfevents" in name]
+        open(os.path.join(folder, f"events.out.tfevents.{len(files)}"), "w").close()
+        self.events.append(("purge", purge_step, None))
 
     def add_scalar(self, name, x, step):
         if step == self.fails_at:
             raise ConnectionError("no network\nat all")
-        self.write(dict(name=name, x=x, step=step))
+        self.events.append((name, step, x))
 
     def flush(self):
-        self.write("flush")
+        pass
 
 
-def shown(folder):
-    """What TensorBoard makes of event files: {name: [(step, number)]}, what was purged gone."""
+def shown(events):
+    """What TensorBoard makes of events: {name: [(step, number)]}, what was purged gone."""
     found = {}
-    for name in sorted(name for name in os.listdir(folder) if "tfevents" in name):
-        with open(os.path.join(folder, name)) as f:
-            for event in map(json.loads, f):
-                if event == "flush":
-                    continue
-                if event.get("purge") is not None:
-                    found = {name: [e for e in events if e[0] < event["purge"]]
-                             for name, events in found.items()}
-                if "name" in event:
-                    found.setdefault(event["name"], []).append((event["step"], event["x"]))
+    for name, step, x in events:
+        if name != "purge":
+            found.setdefault(name, []).append((step, x))
+        elif step is not None:
+            found = {name: [e for e in seen if e[0] < step] for name, seen in found.items()}
     return found
 
 
@@ -56,7 +45,7 @@ def shown(folder):
 def tensorboard(monkeypatch):
     monkeypatch.setitem(sys.modules, "tensorboard", ModuleType("tensorboard"))
     module = ModuleType("torch.utils.tensorboard")
-    module.SummaryWriter = type("Writer", (EventFiles,), {})
+    module.SummaryWriter = type("Writer", (Writer,), dict(events=[], fails_at=None))
     monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", module)
     return module.SummaryWriter
 
@@ -118,8 +107,7 @@ def test_tensorboard_shows_the_log(tensorboard, tmp_path, monkeypatch):
     """Each number of the log once, though a step was done twice."""
     out = str(tmp_path / "out")
     cut_run(out, "tensorboard", monkeypatch)
-    folder = os.path.join(out, "tensorboard")
-    found = shown(folder)
+    found = shown(tensorboard.events)
     evals, steps = read_log(out)
     names = {name for row in evals + steps for name in row} - {"kind", "step", "texts"}
     assert names | {"rollout_s", "learn_s", "tokens_per_s"} == found.keys()
@@ -128,14 +116,10 @@ def test_tensorboard_shows_the_log(tensorboard, tmp_path, monkeypatch):
     assert found["eval_compressed"][1][0] == 2  # the evaluation that was not made again
 
     # the controls: no purge shows step 2 twice, a purge alone loses that evaluation
-    with open(os.path.join(folder, "events.out.tfevents.1")) as f:
-        lines = f.read().splitlines()
-    assert json.loads(lines[0]) == dict(purge=2)
-    again = [json.loads(line) for line in lines if '"step": 2}' in line]
-    assert any(e["name"] == "eval_compressed" for e in again)
-    with open(os.path.join(folder, "events.out.tfevents.1"), "w") as f:
-        f.write("\n".join(lines[1:]))
-    assert [step for step, _ in shown(folder)["reward"]] == [0, 1, 2, 2, 3, 4, 5]
+    purged = tensorboard.events.index(("purge", 2, None))
+    assert ("eval_compressed", 2) in [event[:2] for event in tensorboard.events[purged:]]
+    del tensorboard.events[purged]
+    assert [step for step, _ in shown(tensorboard.events)["reward"]] == [0, 1, 2, 2, 3, 4, 5]
 
 
 def test_wandb_shows_the_log(wandb, tmp_path, monkeypatch):
@@ -183,7 +167,7 @@ def test_a_tracker_that_fails_ends_nothing(tensorboard, finished, tmp_path, caps
         "tensorboard failed and gets no more numbers, log.jsonl has them all: "
         "ConnectionError: no network at all"]
     assert read_log(out) == read_log(finished[0])
-    assert shown(out / "tensorboard")["reward"][-1][0] == 0
+    assert shown(tensorboard.events)["reward"][-1][0] == 0
 
 
 @pytest.mark.parametrize("e, said", [
@@ -259,4 +243,4 @@ def test_what_cannot_be_listed_is_given_up(tensorboard, tmp_path, capsys):
     tracker = Tracker(run, already=[])
     tracker.log(dict(step=0, reward=1.0))
     assert capsys.readouterr().out.startswith("tensorboard failed and gets no more numbers")
-    assert shown(tmp_path / "tensorboard") == {}
+    assert shown(tensorboard.events) == {}
