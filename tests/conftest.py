@@ -381,7 +381,7 @@ def write_problems(path, numbers):
 @pytest.fixture
 def mine(tmp_path, monkeypatch):
     """-> write(source), which makes mine.py in a current folder of its own and forgets what was
-    imported of it before; its `score` is what --reward=mine:score asks. -> its path"""
+    imported of it before; --reward=mine:NAME asks its function NAME. -> its path"""
     folder = tmp_path / "here"
     folder.mkdir()
     monkeypatch.chdir(folder)

@@ -516,10 +516,10 @@ def test_a_log_that_was_lost(finished, tmp_path, capsys):
 
 # others' code in this process
 
-ASK = ["--reward=mine:score", "--steps=2", "--eval_every=9", "--save_every=9", "--out_dir=out"]
+ASK = ["--reward=mine:reward", "--steps=2", "--eval_every=9", "--save_every=9", "--out_dir=out"]
 WORKER = """
 import os, time
-def score(row, text, tokens):
+def reward(row, text, tokens):
     pid = os.fork()
     if pid:
         print(pid, file=open("pid", "w"), flush=True)
@@ -570,7 +570,7 @@ def ended_by_sigterm():
     child.terminate()
     child.join(20)
     codes.append(child.exitcode)
-def score(row, text, tokens):
+def reward(row, text, tokens):
     os.chdir("/")
     {}
     return sum(map(str.isdigit, text)) / max(1, len(text))

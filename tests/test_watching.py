@@ -54,8 +54,8 @@ def written(tmp_path_factory):
     found = dict(step=set(), eval={"changed"})  # where one comes first: tests/test_rewards.py
     folder = tmp_path_factory.mktemp("columns")
     named = folder / "named.py"
-    named.write_text("def score(row, text, tokens):\n    return dict(reward=0, NAME=1)\n")
-    own = ["--reward=named:score", "--eval_every=9"]
+    named.write_text("def reward(row, text, tokens):\n    return dict(reward=0, NAME=1)\n")
+    own = ["--reward=named:reward", "--eval_every=9"]
     asked = [*enumerate(SETTINGS), (9, own), (9, [*own, "--resume=True", "--steps=2"])]
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("data.tasks.reward", share_of_digits)
