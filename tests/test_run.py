@@ -726,44 +726,33 @@ def test_write_whole(tmp_path, monkeypatch):
     assert open(path).read() == "new" and os.listdir(tmp_path) == ["file"]
 
 
-@pytest.mark.parametrize("device", ["gpu", "cpu:0", "cuda:x", "cuda:99"])
-def test_devices_that_are_not_there(device):
-    with pytest.raises(ValueError, match=f"device must be auto|{device} was asked for"):
-        choose_device(SimpleNamespace(device=device))
-
-
-def test_what_auto_means(monkeypatch):
+def test_devices():
     c = SimpleNamespace(device="auto")
     choose_device(c)
     assert c.device == ("cuda" if torch.cuda.is_available() else "cpu")
-    new = dict(is_bf16_supported=lambda including_emulation: True, get_device_name=str)
-    old = dict(new, is_bf16_supported=lambda including_emulation: including_emulation)
-    for card, limit, device, asked, want in (  # the model has 1.1 million parameters
-            (new, 1_000_000, "cuda", "auto", "bfloat16"),
-            (new, 1_000_000, "cpu", "auto", "float32"),
-            (new, 1_000_000, "cuda:1", "auto", "bfloat16"),
-            (new, 2_000_000, "cuda:1", "auto", "float32"),
-            (new, 2_000_000, "cuda", "bfloat16", "bfloat16"),
-            (old, 2_000_000, "cpu", "bfloat16", "bfloat16"),
-            (old, 1_000_000, "cuda", "auto", "float32"),
-            (old, 1_000_000, "cuda", "float16", "float16"),
-            (old, 1_000_000, "cuda", "bfloat16", None)):  # emulated: refused
-        monkeypatch.setattr(run.start, "BFLOAT16_FROM", limit)
-        for name, function in card.items():
-            monkeypatch.setattr(torch.cuda, name, function)
-        c = SimpleNamespace(device=device, dtype=asked)
-        if want is None:
-            with pytest.raises(ValueError, match="no such arithmetic, use --dtype=float16 or"):
-                run.start.choose_dtype(c, TINY)
-            continue
+    for device in ("gpu", "cpu:0", "cuda:x", "cuda:99"):
+        with pytest.raises(ValueError, match=f"device must be auto|{device} was asked for"):
+            choose_device(SimpleNamespace(device=device))
+
+
+# the model has 1.1 million parameters
+@pytest.mark.parametrize("new, limit, device, asked, want", [
+    (True, 1_000_000, "cuda", "auto", "bfloat16"), (True, 1_000_000, "cpu", "auto", "float32"),
+    (True, 1_000_000, "cuda:1", "auto", "bfloat16"), (True, 2_000_000, "cuda:1", "auto", "float32"),
+    (True, 2_000_000, "cuda", "bfloat16", "bfloat16"),
+    (False, 2_000_000, "cpu", "bfloat16", "bfloat16"),
+    (False, 1_000_000, "cuda", "auto", "float32"), (False, 1_000_000, "cuda", "float16", "float16"),
+    (False, 1_000_000, "cuda", "bfloat16", None)])  # emulated: refused
+def test_what_auto_means(new, limit, device, asked, want, monkeypatch):
+    """A card is new if it computes in bfloat16 and does not emulate it."""
+    monkeypatch.setattr(run.start, "BFLOAT16_FROM", limit)
+    monkeypatch.setattr(torch.cuda, "is_bf16_supported",
+                        lambda including_emulation: new or including_emulation)
+    monkeypatch.setattr(torch.cuda, "get_device_name", str)
+    c = SimpleNamespace(device=device, dtype=asked)
+    if want is None:
+        with pytest.raises(ValueError, match="no such arithmetic, use --dtype=float16 or"):
+            run.start.choose_dtype(c, TINY)
+    else:
         run.start.choose_dtype(c, TINY)
         assert c.dtype == want
-
-
-def test_settings_are_kept_with_the_run(finished):
-    with open(os.path.join(finished[0], "config.json")) as f:
-        c = json.load(f)
-    assert c["group"] == 4 and c["budget"] == 24 and c["device"] == "cpu"
-    state = read_checkpoint(finished[0])
-    assert c == dict(state["config"], identity=state["identity"])
-    assert c["identity"].keys() == {"model"}

@@ -3,6 +3,7 @@ import json
 import os
 import re
 import shutil
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -63,27 +64,27 @@ def test_run_leaves_what_it_promises(finished):
     lines = printed.strip().splitlines()
     assert lines[-1].startswith("held-out reward with the compressed cache: ")
     assert "bytes kept" in lines[-8] and "first held-out problem" in lines[-7]
-    assert sum(line.startswith("step ") for line in lines) == 4
-    assert sum(line.startswith("eval ") for line in lines) == 3
-    evals, steps = read_log(out)
+    kinds = "eval step step eval step step eval".split()
+    assert [line[:4] for line in lines if line.startswith(("step ", "eval "))] == kinds
+    rows = [json.loads(line) for line in Path(out, "log.jsonl").read_text().splitlines()]
+    assert [(list(r)[0], r["kind"]) for r in rows] == [("kind", kind) for kind in kinds]
+    evals, steps = ([r for r in rows if r["kind"] == kind] for kind in ("eval", "step"))
     assert [r["step"] for r in steps] == [0, 1, 2, 3] and [r["step"] for r in evals] == [0, 2, 4]
-    with open(os.path.join(out, "log.jsonl")) as f:
-        rows = [json.loads(line) for line in f]
-    assert [list(r)[0] for r in rows] == ["kind"] * 7
-    assert [r["kind"] for r in rows] == "eval step step eval step step eval".split()
-    for r in [r for r in rows if r["kind"] == "step"]:
+    for r in steps:
         assert r["length"] == r["tokens"] / 8 and 1 <= r["length"] <= 5
         assert r["tokens_per_s"] == pytest.approx(r["tokens"] / r["rollout_s"])
         assert r["lr"] == pytest.approx(3e-4 * (r["step"] + 1) / 6)  # five steps of warm-up
-    for r in steps:
         assert r["gap_max"] <= 1e-4  # the replay identity, in the loop itself
         assert r["kv_kept"] < r["kv_dense_shared"] < r["kv_dense"]
-        assert 0 < r["accept_p05"] <= r["accept"] <= 1
-        assert r["grad_norm"] > 0
-    with open(os.path.join(out, "samples.txt")) as f:
-        samples = f.read()
+        assert 0 < r["accept_p05"] <= r["accept"] <= 1 and r["grad_norm"] > 0
+    samples = Path(out, "samples.txt").read_text()
     assert samples.count("--- step") == 2 * 3  # two responses of steps 0, 2, 3
     assert samples.count("\nAnswer:\n>>> ") == 2 * 3  # the end of the prompt, as it was encoded
+    config = json.loads(Path(out, "config.json").read_text())
+    assert config["group"] == 4 and config["budget"] == 24 and config["device"] == "cpu"
+    state = read_checkpoint(out)
+    assert config == dict(state["config"], identity=state["identity"])
+    assert config["identity"].keys() == {"model"}
 
 
 def test_what_was_saved_loads(finished, tmp_path):
@@ -579,21 +580,15 @@ def test_the_learning_rate_of_each_step(schedule, want):
     assert train.learning_rate(c, 0) / c.lr == pytest.approx(0.5)
 
 
-def test_stop_strings(tmp_path, monkeypatch):
+def test_stop_strings(finished, tmp_path, monkeypatch):
     """A response ends with the token that completes one: what stands behind is not rewarded,
-    logged or learned from. Control: without."""
-    seen, lengths, tokens = [], {}, {}
+    logged or learned from. Control: a run without."""
+    seen, out = [], tmp_path / "out"
     monkeypatch.setattr("data.tasks.reward", lambda p, text: seen.append(text) or len(text) / 99)
-    for stop in ("", '["3", "5"]'):
-        out = tmp_path / ("cut" if stop else "whole")
-        seen.clear()
-        train_here("--steps=2", "--eval_every=9", f"--stop={stop}", f"--out_dir={out}")
-        tokens[stop] = sum(row["tokens"] for row in read_log(out)[1])
-        lengths[stop] = [*seen]
-    cut, whole = lengths['["3", "5"]'], lengths[""]
-    assert not any("3" in text or "5" in text for text in cut)
-    assert any("3" in text or "5" in text for text in whole)
-    assert tokens['["3", "5"]'] < tokens[""]
+    train_here("--steps=2", "--eval_every=9", '--stop=["3", "5"]', f"--out_dir={out}")
+    assert len(seen) == 32 and not any("3" in text or "5" in text for text in seen)
+    cut, whole = ([row["tokens"] for row in read_log(x)[1][:2]] for x in (out, finished[0]))
+    assert sum(cut) < sum(whole)
 
 
 def test_what_a_stop_string_cuts():
@@ -975,7 +970,7 @@ def test_which_cache_judges_an_arm_without_eviction(tmp_path, monkeypatch):
     like the arm that evicts so, to the last digit; with another cache it is not."""
     monkeypatch.setattr("data.tasks.reward", share_of_digits)
     asked = ["--response_budget=12", "--period=4", "--window=8", "--max_new_tokens=17",
-             "--eval_final=8", "--steps=1", "--eval_every=9"]
+             "--steps=1", "--eval_every=9"]
     evals, kept = {}, {}
     for name, more in dict(snapkv=["--evict=snapkv"], none=["--evict=none"], rkv=["--evict=rkv"],
                            named=["--evict=none", "--eval_evict=rkv"]).items():
