@@ -96,8 +96,9 @@ class Masters:
         which halves the scale; it counts as 0. Raises FloatingPointError, before anything is
         changed, if the norm is not finite and no scale can help."""
         sum_gradients(self.masters)
-        if self.scale is not None:
-            self.unscale()
+        for master in self.masters if self.scale is not None else ():
+            if master.grad is not None:
+                master.grad.div_(self.scale)
         norm = torch.nn.utils.clip_grad_norm_(self.masters, grad_clip)
         if self.scale is not None and self.rescale(norm):
             norm = torch.zeros(())
@@ -114,12 +115,6 @@ class Masters:
         self.optimizer.zero_grad(set_to_none=True)
         self.copy_down()
         return norm.item()
-
-    @torch.no_grad()
-    def unscale(self):
-        for master in self.masters:
-            if master.grad is not None:
-                master.grad.div_(self.scale)
 
     def rescale(self, norm):
         """Change the scale by what the norm of the gradients says. All ranks have the same norm.
@@ -177,19 +172,17 @@ class Masters:
         if not fits:
             raise ValueError(f"{name}: its optimizer state does not fit the model")
         if self.scale is not None:
-            self.load_scale(state, name)
+            scale = state.get("scale")
+            good = state.get("good")
+            if not (type(scale) is float and 1 <= scale <= LARGEST_SCALE
+                    and type(good) is int and 0 <= good < GOOD_STEPS):
+                raise ValueError(
+                    f"{name}: it holds no scale of the loss, which float16 needs")
+            self.scale = scale
+            self.good = good
         for master, x in zip(self.masters, saved):
             master.copy_(x)
         self.copy_down()
-
-    def load_scale(self, state, name):
-        scale, good = state.get("scale"), state.get("good")
-        if not (type(scale) is float and 1 <= scale <= LARGEST_SCALE
-                and type(good) is int and 0 <= good < GOOD_STEPS):
-            raise ValueError(
-                f"{name}: it holds no scale of the loss, which float16 needs")
-        self.scale = scale
-        self.good = good
 
     def has_moments(self, master):
         """Has AdamW what it needs of a weight, or, before its first gradient, nothing?"""

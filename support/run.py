@@ -211,15 +211,10 @@ def hold(out_dir):
             os.close(folder)
             raise ValueError(f"out_dir {out_dir!r} is in use by another "
                              "process") from None
-        tell_once("out_dir is on a file system that cannot lock a folder "
-                  f"({e.strerror}): see to it that no other process uses it")
+        tell(f"out_dir is on a file system that cannot lock a folder ({e.strerror}): "
+             "see to it that no other process uses it")
     HELD[where] = folder
     return folder
-
-
-@functools.cache
-def tell_once(text):
-    tell(text)
 
 
 def is_of_a_run(path):
@@ -350,10 +345,6 @@ class Run:
         if self.writes:
             self.check_links()
         self.first = self.step  # at which this process began
-
-    @property
-    def resumed(self):
-        return self.learner is not None
 
     @property
     def finished(self):

@@ -238,8 +238,8 @@ def test_what_cannot_be_listed_is_given_up(tensorboard, tmp_path, capsys):
         raise OSError("could not write")
 
     run = SimpleNamespace(
-        config=SimpleNamespace(tracker="tensorboard"), path=lambda name: str(tmp_path / name),
-        resumed=False, step=0, write_list=fails)
+        config=SimpleNamespace(tracker="tensorboard", resume=False), step=0, write_list=fails,
+        path=lambda name: str(tmp_path / name))
     tracker = Tracker(run, already=[])
     tracker.log(dict(step=0, reward=1.0))
     assert capsys.readouterr().out.startswith("tensorboard failed and gets no more numbers")
