@@ -25,9 +25,10 @@ BEYOND = ("beyond 65,504, where float16 ends (--dtype=bfloat16 or --dtype=float3
           "further)")
 
 
-def adamw(params, c):
+def adamw(params, config):
     return torch.optim.AdamW(
-        params, lr=c.lr, betas=(0.9, c.beta2), weight_decay=c.weight_decay, fused=True)
+        params, lr=config.lr, betas=(0.9, config.beta2),
+        weight_decay=config.weight_decay, fused=True)
 
 
 def first_scale(params):
@@ -40,7 +41,7 @@ class Masters:
     """The fp32 weights that the optimizer (AdamW) updates; of an fp32 model they are its own
     parameters.
 
-    c: settings with lr, beta2 and weight_decay. value: PPO's value head, an fp32 module
+    config: has lr, beta2 and weight_decay. value: PPO's value head, an fp32 module
     that is trained and saved with the model's weights. halfway: have some updates of a rollout
     changed the weights, and more may follow? They are not saved then. A step sets it, and who
     asks for steps sets it back after the last. scale: of the loss, None but for fp16; good: finite
@@ -50,13 +51,13 @@ class Masters:
     good = 0
     scaling = {}
 
-    def __init__(self, model, c, value=None):
+    def __init__(self, model, config, value=None):
         self.params = list(model.parameters())
         if value is not None:
             self.params += value.parameters()
         self.masters = [p if p.dtype in (torch.float32, torch.float64)  # of tests
                         else p.detach().float().requires_grad_() for p in self.params]
-        self.optimizer = adamw(self.masters, c)
+        self.optimizer = adamw(self.masters, config)
         self.scale = first_scale(self.params)
         for p, master in self.copies():
             p.register_post_accumulate_grad_hook(partial(self.collect, master))

@@ -7,7 +7,6 @@ import shutil
 import signal
 import subprocess
 import sys
-import time
 import traceback
 from contextlib import redirect_stdout
 from dataclasses import replace
@@ -504,7 +503,7 @@ class Team:
             pid = os.fork()
             if not pid:
                 self.work(path)
-            self.workers[pid] = open(path, "rb"), b""
+            self.workers[pid] = path
 
     def take(self):
         """The tests of files that nobody else has taken."""
@@ -518,8 +517,6 @@ class Team:
         while item:
             following = next(items, None)
             item.config.hook.pytest_runtest_protocol(item=item, nextitem=following)
-            if following is None or following.path != item.path:
-                self.report()
             self.stop_if_asked()
             item = following
 
@@ -551,32 +548,25 @@ class Team:
                 process.kill()
             os._exit(code)
 
-    def report(self):
-        """Hand on what the others have reported."""
+    def report(self, path):
+        """Hand on what another process has reported."""
         hook = self.config.hook
-        for pid, (file, begun) in self.workers.items():
-            *lines, begun = (begun + file.read()).split(b"\n")
-            self.workers[pid] = file, begun
-            for line in lines:
-                report = hook.pytest_report_from_serializable(
-                    config=self.config, data=json.loads(line))
-                where = dict(nodeid=report.nodeid, location=report.location)
-                if report.when == "setup":
-                    hook.pytest_runtest_logstart(**where)
-                hook.pytest_runtest_logreport(report=report)
-                if report.when == "teardown":
-                    hook.pytest_runtest_logfinish(**where)
+        for line in path.read_bytes().splitlines():
+            report = hook.pytest_report_from_serializable(
+                config=self.config, data=json.loads(line))
+            where = dict(nodeid=report.nodeid, location=report.location)
+            if report.when == "setup":
+                hook.pytest_runtest_logstart(**where)
+            hook.pytest_runtest_logreport(report=report)
+            if report.when == "teardown":
+                hook.pytest_runtest_logfinish(**where)
+            self.stop_if_asked()
 
     def wait(self):
-        while self.workers:
-            for pid in [*self.workers]:
-                ended, status = os.waitpid(pid, os.WNOHANG)
-                self.report()
-                self.stop_if_asked()
-                if ended:
-                    self.workers.pop(pid)[0].close()
-                    assert status == 0, f"a process that ran tests ended with {status}"
-            time.sleep(0.02)
+        for pid in [*self.workers]:
+            _, status = os.waitpid(pid, 0)
+            self.report(self.workers.pop(pid))
+            assert status == 0, f"a process that ran tests ended with {status}"
 
     def end(self):
         for pid in self.workers:
