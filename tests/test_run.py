@@ -1,5 +1,6 @@
 """support/run.py: the folder of a run, whatever happens to the process that it belongs to."""
 import errno
+import fcntl
 import json
 import os
 import random
@@ -114,17 +115,15 @@ def test_out_dir_is_guarded(finished, tmp_path, say, args):
     assert (times(out), times(link)) == before
 
 
-def killed_in_an_evaluation(*args):
-    run.evaluate.evaluate = lambda *_, **__: os.kill(os.getpid(), signal.SIGKILL)
-    train.main([*FAST, *args])
-
-
-def test_a_start_that_saved_nothing_counts_as_none(tmp_path):
+def test_a_start_that_saved_nothing_counts_as_none(tmp_path, monkeypatch):
     """As a kill in the first evaluation leaves it: the same command begins. Not so where a row was
     logged, a checkpoint or a model is there, or config.json is no run's."""
     out = tmp_path / "out"
     ask = ["--steps=1", f"--out_dir={out}"]
-    assert Forked(tmp_path / "said", killed_in_an_evaluation, *ask).wait() == -signal.SIGKILL
+    with monkeypatch.context() as patched:
+        at_call(1, stop, patched.setattr)
+        with pytest.raises(SystemExit):
+            train_here(*ask)
     for name in ("log.jsonl", "ckpt.pt", "ckpt-previous.pt", "best/model.safetensors"):
         (out / name).write_text("{}\n")
         with pytest.raises(SystemExit, match="holds"):
@@ -145,30 +144,44 @@ def test_a_start_that_saved_nothing_counts_as_none(tmp_path):
     assert len(read_log(out)[1]) == 1 and "old" not in (out / "samples.txt").read_text()
 
 
-def hold_for_long(out_dir):
-    hold(out_dir)
-    print("held", flush=True)
-    time.sleep(100)
-
-
 def test_one_process_a_folder(finished, tmp_path):
-    """While another process works in out_dir, a run there is refused and leaves it alone;
-    afterwards it may begin."""
-    out, said = tmp_path / "out", tmp_path / "said"
+    """While another one works in out_dir, a run there is refused and leaves it alone; afterwards it
+    may begin."""
+    out = tmp_path / "out"
     out.mkdir()
     shutil.copy(os.path.join(finished[0], "config.json"), out)
     (out / "log.jsonl").write_text("theirs\n")
-    holder = Forked(said, hold_for_long, str(out))
-    while holder.poll() is None and not (said.exists() and said.read_text() == "held\n"):
-        time.sleep(0.01)
-    ask = ["--steps=1", "--overwrite=True", f"--out_dir={out}"]
+    ask, theirs = ["--steps=1", "--overwrite=True", f"--out_dir={out}"], os.open(out, os.O_RDONLY)
+    fcntl.flock(theirs, fcntl.LOCK_EX)
     with pytest.raises(SystemExit) as e:
         train_here(*ask)
     assert str(e.value) == f"error: out_dir {str(out)!r} is in use by another process"
     assert (out / "log.jsonl").read_text() == "theirs\n"
-    holder.kill()  # the lock goes with the process, however it ends
-    assert holder.wait() == -signal.SIGKILL
+    os.close(theirs)
     train_here(*ask)
+
+
+def test_a_child_holds_no_lock(tmp_path):
+    """A run that was killed may begin again, though what its reward has forked still works."""
+    hold(tmp_path)
+    where, ours = HELD.popitem()
+    with pytest.raises(ValueError, match="in use by another process"):  # the control
+        hold(tmp_path)
+    HELD[where] = ours
+    read, write = os.pipe()
+    child = os.fork()
+    if not child:
+        os.write(write, b"x")
+        time.sleep(100)
+        os._exit(0)
+    os.read(read, 1)
+    os.close(HELD.popitem()[1])  # as the end of a process does
+    try:
+        hold(tmp_path)
+    finally:
+        os.kill(child, signal.SIGKILL)
+        os.waitpid(child, 0)
+    os.close(HELD.popitem()[1])
 
 
 @pytest.mark.parametrize("name", ["config.json", "ckpt.pt", "best/notes.txt"])
@@ -517,49 +530,6 @@ def test_a_log_that_was_lost(finished, tmp_path, capsys):
 # others' code in this process
 
 ASK = ["--reward=mine:reward", "--steps=2", "--eval_every=9", "--save_every=9", "--out_dir=out"]
-WORKER = """
-import os, time
-def reward(row, text, tokens):
-    pid = os.fork()
-    if pid:
-        print(pid, file=open("pid", "w"), flush=True)
-    time.sleep(100)
-"""
-
-
-def train_in(folder, *args):
-    os.chdir(folder)
-    train.main([*FAST, *args])
-
-
-def test_a_child_of_a_reward_holds_no_lock(mine, tmp_path):
-    """After kill -9 of the run another one may begin, though the child still works; it answers
-    SIGTERM. The control: the run's own process holds it."""
-    mine(WORKER)
-    process = Forked(tmp_path / "said", train_in, os.getcwd(), *ASK)
-    while process.poll() is None and not (os.path.exists("pid") and open("pid").read()):
-        time.sleep(0.02)
-    pid = int(open("pid").read())
-    with pytest.raises(ValueError, match="in use by another process"):
-        hold("out")
-    process.kill()
-    assert process.wait() == -signal.SIGKILL
-    os.kill(pid, 0)  # it is there
-    hold("out")
-    os.close(HELD.popitem()[1])
-    os.kill(pid, signal.SIGTERM)
-    for _ in range(200):
-        try:
-            with open(f"/proc/{pid}/stat") as f:
-                if f.read().rpartition(")")[2].split()[0] == "Z":
-                    return
-        except FileNotFoundError:
-            return
-        time.sleep(0.02)
-    os.kill(pid, signal.SIGKILL)
-    raise AssertionError("it did not end")
-
-
 FORKS = """
 import multiprocessing, os, sys, time
 os.chdir("/")
