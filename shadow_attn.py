@@ -45,9 +45,9 @@ def definition(q, k, v, until, scale=None):
     seen = visible(until).repeat_interleave(group, 0)           # (nh, N, N)
     if scale is None:
         scale = q.shape[2] ** -0.5
-    score = torch.einsum("ihc,jhc->hij", q.double(), k) * scale  # (nh, N, N)
+    qk = torch.einsum("ihc,jhc->hij", q.double(), k) * scale  # (nh, N, N)
     hidden = ~seen & seen.any(2, keepdim=True)  # a row without keys: 0
-    weight = score.masked_fill(hidden, -math.inf).softmax(2) * seen  # (nh, N, N)
+    weight = qk.masked_fill(hidden, -math.inf).softmax(2) * seen  # (nh, N, N)
     return torch.einsum("hij,jhc->ihc", weight, v)              # (N, nh, hs)
 
 
@@ -134,11 +134,11 @@ def times(a, b):
 
 
 @jit()
-def scores(q, k, row, key, dies, scale):
+def masked_qk(q, k, row, key, dies, scale):
     # q.k for each query and key; -inf where the query does not see the key
-    score = times(q, tl.trans(k)) * scale
+    qk = times(q, tl.trans(k)) * scale
     seen = (key[None, :] <= row[:, None]) & (row[:, None] < dies[None, :])
-    return tl.where(seen, score, float("-inf"))                 # (BLOCK, BLOCK)
+    return tl.where(seen, qk, float("-inf"))                    # (BLOCK, BLOCK)
 
 
 @jit("N")
@@ -149,8 +149,8 @@ def simple_forward(Q, K, V, UNTIL, OUT, LSE, N, group, scale,
     kv_head = head // group  # which this query head reads
     row = block * BLOCK + tl.arange(0, BLOCK)                   # (BLOCK,)
     q = load_block(Q, head * N + row, WIDTH)                    # (BLOCK, WIDTH)
-    # softmax one block of keys at a time. Of the scores so far: the largest, the sum of
-    # exp(score - largest), and the sum of the values with these weights
+    # softmax one block of keys at a time. Of the qk so far: the largest, the sum of
+    # exp(qk - largest), and the sum of the values with these weights
     largest = tl.full((BLOCK,), -1e30, tl.float32)
     total = tl.zeros((BLOCK,), tl.float32)
     out = tl.zeros((BLOCK, WIDTH), tl.float32)
@@ -159,27 +159,27 @@ def simple_forward(Q, K, V, UNTIL, OUT, LSE, N, group, scale,
         k = load_block(K, kv_head * N + key, WIDTH)             # (BLOCK, WIDTH)
         v = load_block(V, kv_head * N + key, WIDTH)             # (BLOCK, WIDTH)
         dies = tl.load(UNTIL + kv_head * N + key)               # (BLOCK,)
-        score = scores(q, k, row, key, dies, scale)             # (BLOCK, BLOCK)
-        larger = tl.maximum(largest, tl.max(score, 1))          # (BLOCK,)
+        qk = masked_qk(q, k, row, key, dies, scale)             # (BLOCK, BLOCK)
+        larger = tl.maximum(largest, tl.max(qk, 1))             # (BLOCK,)
         shrink = tl.exp(largest - larger)  # of what was summed so far
-        weight = tl.exp(score - larger[:, None])                # (BLOCK, BLOCK) 0: not seen
+        weight = tl.exp(qk - larger[:, None])                   # (BLOCK, BLOCK) 0: not seen
         total = total * shrink + tl.sum(weight, 1)
         out = out * shrink[:, None] + times(weight.to(v.dtype), v)
         largest = larger
     total = tl.where(total > 0, total, 1.0)  # a query that sees no key: 0 / 1
     store_block(OUT, out / total[:, None], head * N + row, WIDTH)
-    tl.store(LSE + head * N + row, largest + tl.log(total))  # log of sum of exp(score)
+    tl.store(LSE + head * N + row, largest + tl.log(total))  # log of sum of exp(qk)
 
 
-# Backward. With weight = exp(score - lse), out = weight v and delta = sum(out * d_out) of a row,
+# Backward. With weight = exp(qk - lse), out = weight v and delta = sum(out * d_out) of a row,
 #
-#     d_v = weight^T d_out        d_weight = d_out v^T        d_score = weight (d_weight - delta)
-#     d_q = scale d_score k       d_k = scale d_score^T q
+#     d_v = weight^T d_out        d_weight = d_out v^T        d_qk = weight (d_weight - delta)
+#     d_q = scale d_qk k          d_k = scale d_qk^T q
 #
 # d_q sums over keys, d_k and d_v over queries: a kernel each, and the weights are made again.
 
 @jit()
-def d_scores(weight, d_out, delta, v):
+def qk_gradient(weight, d_out, delta, v):
     return weight * (times(d_out, tl.trans(v)) - delta[:, None])  # (BLOCK, BLOCK)
 
 
@@ -200,8 +200,8 @@ def simple_backward_q(Q, K, V, UNTIL, LSE, DELTA, D_OUT, D_Q, N, group, scale,
         k = load_block(K, kv_head * N + key, WIDTH)             # (BLOCK, WIDTH)
         v = load_block(V, kv_head * N + key, WIDTH)             # (BLOCK, WIDTH)
         dies = tl.load(UNTIL + kv_head * N + key)               # (BLOCK,)
-        weight = tl.exp(scores(q, k, row, key, dies, scale) - lse[:, None])
-        d_q += times(d_scores(weight, d_out, delta, v).to(k.dtype), k)
+        weight = tl.exp(masked_qk(q, k, row, key, dies, scale) - lse[:, None])
+        d_q += times(qk_gradient(weight, d_out, delta, v).to(k.dtype), k)
     store_block(D_Q, d_q * scale, head * N + row, WIDTH)
 
 
@@ -224,10 +224,10 @@ def simple_backward_kv(Q, K, V, UNTIL, LSE, DELTA, D_OUT, D_K, D_V, N, group, sc
             d_out = load_block(D_OUT, head * N + row, WIDTH)    # (BLOCK, WIDTH)
             lse = tl.load(LSE + head * N + row)                 # (BLOCK,)
             delta = tl.load(DELTA + head * N + row)             # (BLOCK,)
-            weight = tl.exp(scores(q, k, row, key, dies, scale) - lse[:, None])
+            weight = tl.exp(masked_qk(q, k, row, key, dies, scale) - lse[:, None])
             d_v += times(tl.trans(weight.to(d_out.dtype)), d_out)
-            d_score = d_scores(weight, d_out, delta, v).to(q.dtype)
-            d_k += times(tl.trans(d_score), q)
+            d_qk = qk_gradient(weight, d_out, delta, v).to(q.dtype)
+            d_k += times(tl.trans(d_qk), q)
     store_block(D_K, d_k * scale, kv_head * N + key, WIDTH)
     store_block(D_V, d_v, kv_head * N + key, WIDTH)
 

@@ -35,9 +35,10 @@ from objectives.dpo import DPO
 from objectives.ppo import PPO
 from rollout import generate
 from run.dry_run import dry_run as measure
-from run.evaluate import evaluate_both, rewarded
-from run.learn import Metrics, check_batch, micro_batches, score, summary
+from run.evaluate import evaluate_both
+from run.learn import Metrics, check_batch, micro_batches, replay_all, summary
 from run.report import facts, finish, report, save
+from run.rewards import rewarded
 from run.settings import CHOICES, REFUSED, check_settings, eviction_of, policies_of
 from run.start import guarded, set_up
 from support import parallel
@@ -180,8 +181,8 @@ def main(argv):
 
             # 4. advantages, or what else the objective learns from, of the whole batch, however it
             # is cut later; chosen is the rollout, or those of its samples that it learns from (DPO)
-            scores = functools.partial(score, job.net, job.objective, config)
-            chosen, batch, log = job.objective.prepare(rollout, rollout.rewards, scores)
+            again = functools.partial(replay_all, job.net, job.objective, config)
+            chosen, batch, log = job.objective.prepare(rollout, rollout.rewards, again)
 
             # 5. replay under the Shadow Mask, loss, optimizer step
             lr = learning_rate(config, run.step)
@@ -225,7 +226,7 @@ def update(net, opt, objective, rollout, batch, config, lr, teacher=None):
             part = rollout.select(indices)
             slices = {name: values[indices] for name, values in batch.items()}
 
-            # one forward pass under the logged mask scores both policies, (B, G, R) each
+            # one forward pass under the logged mask: log-probs (B, G, R) of both policies
             out = replay(
                 net, part, policies, distill_to=student, teacher=teacher,
                 stats=is_first, checkpointing=config.checkpointing,
@@ -254,7 +255,7 @@ def update(net, opt, objective, rollout, batch, config, lr, teacher=None):
         norm = opt.step(lr, config.grad_clip)
         metrics.add(grad_norm=norm, **opt.scaling)
         done.append(metrics)
-    opt.changed = False  # all updates of this rollout are done: the weights may be saved
+    opt.halfway = False  # all updates of this rollout are done: the weights may be saved
     return summary(done)
 
 

@@ -2,11 +2,11 @@
 How a response is judged: by a rule of data/answers.py, or by a function of your own.
 
     python train.py --reward=boxed          # a rule by name
-    python train.py --reward=mine:score     # function `score` of mine.py in the current folder
+    python train.py --reward=mine:reward    # function `reward` of mine.py in the current folder
 
 The idea. A rule maps (text, gold answer) to True, False or a fraction; "auto" takes the rule of a
 generated task, and for a file `number` where the gold answer is a number, else `exact`. A
-function of your own is called as score(row, text, tokens): the problem's row, the response without
+function of your own is called as reward(row, text, tokens): the problem's row, the response without
 stop tokens, thought included, and its token ids, stop token included. It returns what is learned
 from, a finite number, or a dict of such numbers in which this is "reward"; the others are logged.
 
@@ -64,7 +64,7 @@ def check_reward(name):
 
 
 def meant(name):
-    """module:function for the name of a file that is there: mine.py:score, mine.score, mine; else
+    """module:function for the name of a file that is there: mine.py:reward, mine.reward, mine; else
     ""."""
     found = re.fullmatch(r"([\w./]+?)(?:\.py)?(?:[.:](\w+))?", name)
     if not found or not os.path.isfile(found[1].replace(".", "/") + ".py"):

@@ -55,7 +55,7 @@ from experiments.attention import CUDA, DEVICE, allocated, clock, group_until, r
 from fast.launch import kernels
 from kvcache import Eviction, KVCache
 from model import Config, Transformer, find_checkpoint
-from run.learn import score
+from run.learn import replay_all
 from shadow_attn import shadow_attention
 from support import parallel
 from support.configurator import Arguments, make_folder
@@ -731,8 +731,8 @@ def our_step(name, work, steps, checkpointing, **more):
         rollouts, rewards = zip(*parallel.gather((r, rewards)))
         r = replace(sampler.join(rollouts), rewards=torch.cat(rewards))
         middle = now()
-        scores = functools.partial(score, model, objective, c)
-        r, batch, _ = objective.prepare(r, r.rewards, scores)
+        again = functools.partial(replay_all, model, objective, c)
+        r, batch, _ = objective.prepare(r, r.rewards, again)
         train.update(model, opt, objective, r, batch=batch, config=c, lr=c.lr)
         end = now()
         times.append((end - start, middle - start, end - middle))

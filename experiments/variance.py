@@ -33,8 +33,8 @@ stands beside it.
 
 Sampled variances of W lie. Once W_L has a heavy tail, n samples miss the few that carry its mean
 and its variance: the sampled mean of W falls below 1, the sampled variance with it, and it may even
-shrink as L grows. Two remedies, both from samples of pi scored by both policies (what SnapKV keeps
-depends on the prompt alone, so mu scores any text):
+shrink as L grows. Two remedies, both from samples of pi replayed by both policies (what SnapKV
+keeps depends on the prompt alone, so mu replays any text):
 
     E_mu W^2 = E_pi W >= exp(E_pi log W) = exp(KL(pi || mu))
     E_mu W^2 |G|^2 = E_pi W |G|^2 >= exp(E_pi [log W + log |G|^2]),   G = sum_t grad log pi(token_t)
@@ -105,7 +105,7 @@ def cut(rollout, n):
 
 
 @torch.no_grad()
-def score(model, rollout):
+def log_probs(model, rollout):
     """-> log-probs of both policies (B, G, R), one prompt at a time."""
     prompts = range(len(rollout.prompts))
     parts = [replay(model, rollout.select([row])) for row in prompts]
@@ -173,15 +173,15 @@ def log_weights(logp, other):
 
 
 def measure(model, ids, c, lengths):
-    """Roll out once, score, differentiate. -> per-sample numbers by length, fp64: see summarise"""
+    """Roll out once, replay, differentiate. -> per-sample numbers by length, fp64: see summarise"""
     say(f"sampling {c.prompts} x {c.group} responses of {lengths[-1]} tokens twice, "
         "from mu and from pi")
     mu = generate(model, ids, c.group, lengths[-1], temperature=c.temperature,
                   eviction=eviction_of(c), seed=c.seed)
     pi = generate(model, ids, c.group, lengths[-1], temperature=c.temperature,
                   eviction=Eviction("none"), seed=c.seed + 1)
-    pi.kept = mu.kept  # mu scores what pi drew
-    at_mu, at_pi = score(model, mu), score(model, pi)
+    pi.kept = mu.kept  # mu replays what pi drew
+    at_mu, at_pi = log_probs(model, mu), log_probs(model, pi)
     prefixes = dict(log_w=log_weights(at_mu["dense"], mu.logp_roll),
                     log_w_shadow=log_weights(at_mu["shadow"], mu.logp_roll),
                     log_w_pi=log_weights(at_pi["dense"], at_pi["shadow"]))

@@ -46,7 +46,7 @@ TILE_Q, TILE_K = 128, 64  # rows of a query tile, keys of a key tile
 #   keys     indices into the sorted keys; K_BORN and K_DIES hold the row and the `until` of each
 #   nq, nk   tiles of queries and of keys, per KV head; `group` of the nh query heads share one
 #   flat     number of a tile among those of all KV heads
-#   scale    carries log2(e): scores are in base 2, as the card has exp2 but no exp
+#   scale    carries log2(e): qk is in base 2, as the card has exp2 but no exp
 # HEAD_DIM_PADDED is the next power of two, as Triton wants; columns past HEAD_DIM hold 0.
 
 # no new compilation where N is new at every step and lists are slices of those of all layers
@@ -128,7 +128,7 @@ def forward_loop(acc, m_i, l_i, q, rows, K, V, K_BORN, K_DIES, TILES, lo, hi, sc
         tile = tl.load(TILES + t // PARTS).to(tl.int32)
         part = t % PARTS
         keys = tile * TILE_K + part * BLOCK_K + tl.arange(0, BLOCK_K)
-        # 1. scores
+        # 1. qk
         k = load_keys(K, keys, HEAD_DIM_PADDED)                 # (BLOCK_K, padded)
         qk = tl.dot(q, tl.trans(k), input_precision="ieee")     # (BLOCK_Q, BLOCK_K)
         # 2. mask
@@ -199,7 +199,7 @@ def dq_loop(dq, q, do, lse, delta, rows, K, V, K_BORN, K_DIES, TILES, lo, hi, sc
         tile = tl.load(TILES + t // PARTS).to(tl.int32)
         part = t % PARTS
         keys = tile * TILE_K + part * BLOCK_K + tl.arange(0, BLOCK_K)
-        # 1. probabilities, from scores and the saved log-sum-exp
+        # 1. probabilities, from qk and the saved log-sum-exp
         k = load_keys(K, keys, HEAD_DIM_PADDED)                 # (BLOCK_K, padded)
         v = load_keys(V, keys, HEAD_DIM_PADDED)
         qk = tl.dot(q, tl.trans(k), input_precision="ieee")     # (BLOCK_Q, BLOCK_K)
@@ -271,7 +271,7 @@ def dkv_loop(dk, dv, k, v, k_born, k_dies, Q, DO, LSE, DELTA,
         part = t % PARTS
         start = tile * TILE_Q + part * BLOCK_Q
         rows = start + tl.arange(0, BLOCK_Q)
-        # 1. probabilities, from scores and the saved log-sum-exp, which is +inf past the last row
+        # 1. probabilities, from qk and the saved log-sum-exp, which is +inf past the last row
         q = load_rows(Q, stride_q_row, stride_q_col, start, N,
                       BLOCK_Q, HEAD_DIM, HEAD_DIM_PADDED)       # (BLOCK_Q, padded)
         lse = tl.load(LSE + rows)                               # (BLOCK_Q,)

@@ -44,8 +44,8 @@ def formula(q, k, v, prompt_k, prompt_v, n_kept, response_k, response_v, t):
             keys = prompt_k[b, g, :n], response_k[s, g, :t], k[s, g, None]
             values = prompt_v[b, g, :n], response_v[s, g, :t], v[s, g, None]
             keys, values = torch.cat(keys), torch.cat(values)   # (n + t + 1, hs)
-            score = keys.double() @ q[s, h].double() * hs ** -0.5
-            out[s, h] = score.softmax(0) @ values.double()
+            qk = keys.double() @ q[s, h].double() * hs ** -0.5
+            out[s, h] = qk.softmax(0) @ values.double()
     return out
 
 
@@ -119,7 +119,7 @@ def by_sample(x, G):
 
 
 # The Triton kernels. Upper case: pointers and compile-time constants; lower case: values.
-# scale carries log2(e): scores are in base 2. HEAD_DIM_PADDED: the next power of two. A
+# scale carries log2(e): qk is in base 2. HEAD_DIM_PADDED: the next power of two. A
 # piece leaves ACC (S, nh, pieces, HEAD_DIM_PADDED) fp32, not yet divided by its sum, and ML
 # (S, nh, pieces, 2), its maximum and sum. M: query heads of one program, a power of two of
 # 16 or more, of which those `real` count.
@@ -134,7 +134,7 @@ def attend_keys(acc, m_i, l_i, q, K, V, lo, hi, scale,
         keys = start + tl.arange(0, BLOCK)
         at = keys[:, None] * HEAD_DIM + c
         real = (keys < hi)[:, None] & (c < HEAD_DIM)
-        # 1. scores
+        # 1. qk
         k = tl.load(K + at, mask=real, other=0.0)               # (BLOCK, padded)
         v = tl.load(V + at, mask=real, other=0.0)
         qk = tl.dot(q, tl.trans(k), input_precision="ieee") * scale  # (M, BLOCK)

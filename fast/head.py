@@ -2,7 +2,7 @@
 The output matrix: logits, and what is read off them, without holding (rows, vocabulary) at once.
 
 The idea. Of a row of logits the learner needs a few numbers: the log-prob of one token
-under each policy and perhaps the KL between two. `score` computes them from logits;
+under each policy and perhaps the KL between two. `from_logits` computes them from logits;
 `head_rows` does so from hidden states, some rows at a time, and computes each chunk's
 logits again in the backward pass.
 
@@ -122,7 +122,8 @@ def acceptance_rows(logp_a, logp_b):
     return torch.minimum(logp_a, logp_b).exp().sum(-1)
 
 
-def score(logits, targets, temperature=1.0, student=None, stats=False, teacher=None):
+def from_logits(logits, targets, temperature=1.0, student=None, stats=False,
+                teacher=None):
     """What `head_rows` returns, from logits: a list of (n, V), one per policy; teacher (n, V)."""
     logp = [log_probs(x, temperature) for x in logits]          # (n, V) each
     out = {"logp": torch.stack([x.gather(-1, targets[:, None])[:, 0] for x in logp])}
@@ -178,7 +179,7 @@ def teacher_logits(teacher, chunk, absent):
 
 
 class HeadRows(torch.autograd.Function):
-    """`score` of a chunk at a time, without a graph; the backward pass scores it again, with one.
+    """`from_logits` of a chunk at a time, without a graph; the backward pass repeats it with one.
 
     The weight's gradient is summed over chunks in fp32 and cast once: a bf16 sum would
     swallow the later chunks."""
@@ -195,7 +196,7 @@ class HeadRows(torch.autograd.Function):
         found = []
         for chunk in chunks(weight, hidden, teacher):
             # no name for the logits: they must be gone before the next chunk's
-            found.append(score(
+            found.append(from_logits(
                 [chunk_logits(weight, h, chunk, absent) for h in hidden],
                 targets[chunk], temperature=temperature, student=student, stats=stats,
                 teacher=teacher_logits(teacher, chunk, absent)))
@@ -216,7 +217,7 @@ class HeadRows(torch.autograd.Function):
             logits = [chunk_logits(weight, h, chunk, ctx.absent).requires_grad_()
                       for h in hidden]                          # (chunk, V)
             with torch.enable_grad():
-                out = score(
+                out = from_logits(
                     logits, targets[chunk], temperature=ctx.temperature,
                     student=ctx.student,
                     teacher=teacher_logits(ctx.teacher, chunk, ctx.absent))

@@ -16,7 +16,7 @@ import torch
 from kvcache import Eviction
 from rollout import generate
 from run.evaluate import evaluate
-from run.learn import score
+from run.learn import replay_all
 from run.settings import eviction_of, eviction_of_evaluation, policies_of, problems_at
 from support.memory import compare
 from support.own import placed
@@ -101,8 +101,8 @@ def dry_run(job, settings, update):
         rollout = rollouts[config.prompts, config.group]
         rewards = torch.arange(config.prompts * config.group, device=net.device) % 2.0
         rollout = replace(rollout, rewards=rewards.view(config.prompts, config.group))
-        scores = functools.partial(score, net, job.objective, config)
-        rollout, batch, _ = job.objective.prepare(rollout, rollout.rewards, scores)
+        again = functools.partial(replay_all, net, job.objective, config)
+        rollout, batch, _ = job.objective.prepare(rollout, rollout.rewards, again)
         update(net, job.opt, job.objective, rollout, batch=batch, config=config, lr=0.0,
                teacher=job.teacher)
 

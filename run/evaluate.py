@@ -1,85 +1,22 @@
-"""
-Rewards: of the rollouts that are learned from, and of held-out problems under the compressed and
-under the dense cache.
-"""
+"""Held-out problems under the compressed and under the dense cache, and which step did best."""
 import functools
 from dataclasses import replace
 
 import torch
 
 from data.rewards import RewardError, means
-from data.tasks import before_stop, judge, stop_end, stop_strings
+from data.tasks import stop_strings
 from grpo import replay
 from kvcache import Eviction
-from rollout import generate, join
+from rollout import generate
 from run.learn import micro_batches, overlap
 from run.report import sample
+from run.rewards import decode, join_parts, judged
 from run.settings import eviction_of_evaluation, problems_at
 from support import parallel
 from support.run import step_of
 from support.screen import say, tell
 
-# responses as text
-
-def ids_of(rollout):
-    """The tokens of each response: B lists of G lists of ids."""
-    return [[tokens[:n] for tokens, n in zip(*group)]
-            for group in zip(rollout.tokens.tolist(), rollout.lengths.tolist())]
-
-
-def decode(tok, rollout, special=True):
-    """The text of each response: B lists of G. special: with stop tokens and the like."""
-    return [[tok.decode(ids, special=special) for ids in group]
-            for group in ids_of(rollout)]
-
-
-def cut_at(tok, rollout, stops):
-    """The rollout whose responses end with the token whose text completes a stop string: what
-    stands behind is neither rewarded nor learned from."""
-    if not stops:
-        return rollout
-    plain = functools.partial(tok.decode, special=False)
-    ends = [[stop_end(plain, ids, stops) for ids in group] for group in ids_of(rollout)]
-    return rollout.cut(torch.tensor(ends, device=rollout.lengths.device))
-
-
-def texts_of(tok, rollout, stops):
-    """What a reward gets of each response: no stop tokens, nothing from a stop string on."""
-    return [[before_stop(text, stops) for text in group]
-            for group in decode(tok, rollout, special=False)]
-
-
-# rewards of a step
-
-def rewarded(tok, rollout, batch, first, stops=()):
-    """Judge the responses to a batch of training problems. first: number of the first problem.
-    -> of all ranks: the rollout, cut at stop strings, with rewards (B, G); numbers of responses by
-    name"""
-    rollout = cut_at(tok, rollout, stops)
-
-    def work():
-        return judge(batch, texts_of(tok, rollout, stops), "training", first=first,
-                     tokens=ids_of(rollout))
-
-    rewards, parts = parallel.attempt(RewardError, work)
-    rewards = torch.tensor(rewards, device=rollout.tokens.device)         # (prompts, G)
-    rollouts, rewards, parts = zip(*parallel.gather((rollout, rewards, parts)))
-    return replace(join(rollouts), rewards=torch.cat(rewards)), join_parts(parts)
-
-
-def join_parts(several):
-    """Dicts of lists, one of each rank, None of one that judged nothing, as one. Raises ValueError
-    where their names differ."""
-    several = [parts for parts in several if parts is not None] or [{}]
-    for parts in several:
-        if set(parts) != set(several[0]):
-            here, there = (", ".join(each) or "none" for each in (parts, several[0]))
-            raise ValueError(f"the reward has the names {here} on one rank and {there} "
-                             "on another: must be the same in each call")
-    return {name: sum((parts[name] for parts in several), []) for name in several[0]}
-
-
-# held-out problems
 
 def evaluate(net, tok, problems, config, eviction, n, run=None):
     """Greedy reward on the first n held-out problems under `eviction`, the same for every seed.
@@ -126,13 +63,11 @@ def evaluate_share(net, tok, problems, config, eviction, n, run):
         rollout = generate(
             net, prompts, 1, config.max_new_tokens, temperature=0.0, eviction=eviction,
             stop_ids=tok.stop_ids, seed=0)
-        rollout = cut_at(tok, rollout, stops)
-        texts = texts_of(tok, rollout, stops)
-        judged, found = judge(
-            batch, texts, "held-out", first=start, tokens=ids_of(rollout))
+        rollout, rewards, found = judged(
+            tok, rollout, batch, "held-out", first=start, stops=stops)
         for name, xs in found.items():
             parts.setdefault(name, []).extend(xs)
-        for problem, (text,), (x,) in zip(batch, decode(tok, rollout), judged):
+        for problem, (text,), (x,) in zip(batch, decode(tok, rollout), rewards):
             samples.append((replace(problem, rule=str(problem.rule)), text, x))
         tokens += rollout.lengths.sum().item()
         for indices in micro_batches(rollout, 2, config.micro_rows):
@@ -166,13 +101,12 @@ def evaluate_both(job):
     for cache, found in (("compressed", sparse), ("dense", dense)):
         row.update({name.replace("reward", f"eval_{cache}", 1): x
                     for name, x in found.items() if name.startswith("reward_")})
+        lines = "".join(sample(*response) for response in found["samples"])
+        run.append("samples.txt", f"--- eval {run.step}, {cache} cache\n{lines}")
     best = run.memory.get("best")
     if best is None or row["eval_compressed"] > best["eval_compressed"]:
         run.memory["best"] = row
     evals.append(row)
-    for name, found in (("compressed", sparse), ("dense", dense)):
-        lines = "".join(sample(*response) for response in found["samples"])
-        run.append("samples.txt", f"--- eval {run.step}, {name} cache\n{lines}")
     texts = side_by_side(sparse["samples"], dense["samples"])
     run.memory.setdefault("answers", [texts[0], None])[1] = texts[0]  # before and after
     run.log("eval", dict(row, texts=texts))

@@ -1,4 +1,4 @@
-"""What an update is made of: micro-batches, scores of a whole rollout, the numbers of the log."""
+"""What an update is made of: micro-batches, a whole rollout replayed, the numbers of the log."""
 import torch
 
 from grpo import replay
@@ -24,10 +24,10 @@ def micro_batches(rollout, copies, limit, share=False):
     return parts
 
 
-def score(net, objective, config, rollout, model=None):
+def replay_all(net, objective, config, rollout, model=None):
     """What replay returns for the learner's policy of net, or of another model, of a whole rollout
     and of all ranks, without gradients."""
-    say("scoring")
+    say("replaying")
     value = None if model else objective.value
     copies = len(policies_of(config))
     outs = []

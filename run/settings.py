@@ -25,7 +25,7 @@ CHOICES = dict(
     correction=["none", *CORRECTIONS], ratio_to=["learner", "sampler"],
     norm=list(NORMS), dtype=["auto", "float32", "bfloat16", "float16"],
     lr_schedule=["constant", "linear", "cosine"], tracker=["none", *TRACKERS])
-CUTS = "it cuts the support the learner scores, so every ratio would be biased"
+CUTS = "it cuts the support of what the learner replays, so every ratio would be biased"
 REFUSED = dict(top_p=CUTS, top_k=CUTS, min_p=CUTS)
 MANY = 10**9
 # Eviction says more on budget, window and sinks, an objective on group
@@ -106,9 +106,25 @@ def own_thing(name, key, elsewhere):
     found, _ = find_own(name, key)
     what = f"{key} {name}"
     if key == "task":
-        check_task(what, found)
-    elif key == "objective":
-        check_class(what, found)
+        pair = isinstance(found, tuple) and len(found) == 2
+        if not (pair and all(map(callable, found))):
+            raise ValueError(f"{what}: must be a pair of two functions, what makes a "
+                             f"problem and what judges a text, it is {found!r:.80}")
+        must_take(what, found[0], "rng")
+        must_take(what, found[1], "text", "answer")
+    elif key == "objective":  # GRPO in grpo.py has all that one needs
+        if not isinstance(found, type):
+            raise ValueError(f"{what}: must be a class, it is {found!r:.80}")
+        for member in ("value", "uses", "prepare", "loss"):
+            if not hasattr(found, member):
+                raise ValueError(
+                    f"{what}: the class must define {member!r}, there is none")
+        must_take(what, found, "model", "settings", "initial")
+        must_take(what, found.prepare, "self", "rollout", "rewards", "score")
+        by_name = ("part", "batch", "old", "whole")
+        must_take(what, found.loss, "self", "out", by_name=by_name)
+        if hasattr(found, "check"):
+            must_take(what, found.check, "config")
     elif isinstance(found, type) or not callable(found):
         raise ValueError(f"{what}: must be a function, it is {found!r:.80}")
     else:
@@ -117,31 +133,6 @@ def own_thing(name, key, elsewhere):
         inputs = ("q", "k", "eviction", "elsewhere")
         must_take(what, score, *inputs[:4 if needed else 3])
     return found
-
-
-def check_task(what, found):
-    """Raise ValueError for what cannot be a task."""
-    if not (isinstance(found, tuple) and len(found) == 2 and all(map(callable, found))):
-        raise ValueError(f"{what}: must be a pair of two functions, what makes a "
-                         f"problem and what judges a text, it is {found!r:.80}")
-    make, rule = found
-    must_take(what, make, "rng")
-    must_take(what, rule, "text", "answer")
-
-
-def check_class(what, found):
-    """Raise ValueError for what cannot be an objective: GRPO in grpo.py has all that one needs."""
-    if not isinstance(found, type):
-        raise ValueError(f"{what}: must be a class, it is {found!r:.80}")
-    for name in ("value", "uses", "prepare", "loss"):
-        if not hasattr(found, name):
-            raise ValueError(f"{what}: the class must define {name!r}, there is none")
-    must_take(what, found, "model", "settings", "initial")
-    must_take(what, found.prepare, "self", "rollout", "rewards", "score")
-    by_name = ("part", "batch", "old", "whole")
-    must_take(what, found.loss, "self", "out", by_name=by_name)
-    if hasattr(found, "check"):
-        must_take(what, found.check, "config")
 
 
 def brought_in(config):
@@ -186,7 +177,7 @@ def eviction_of_evaluation(config):
 
 
 def policies_of(config):
-    """The policies that the learner scores."""
+    """The policies that the learner replays."""
     policies = [config.learner]
     others = config.teacher == "other" or config.distill_to not in policies
     if config.distill and others:

@@ -206,14 +206,11 @@ def bare_annotations(node):
             yield from bare_annotations(child)
 
 
-def check_ranges(c, ranges):
-    """Raise ValueError for a setting of the namespace c outside its (lowest, highest); a highest of
-    None is no limit."""
+def check_ranges(config, ranges):
+    """Raise ValueError for a setting outside its (lowest, highest)."""
     for key, (low, high) in ranges.items():
-        value = getattr(c, key)
-        if high is None and value < low:
-            raise ValueError(f"{key} must be at least {low}, got {value}")
-        if high is not None and not low <= value <= high:
+        value = getattr(config, key)
+        if not low <= value <= high:
             raise ValueError(f"{key} must be between {low} and {high}, got {value}")
 
 
@@ -259,13 +256,10 @@ def describe(path, defaults):
 
 def help_if_asked(argv, doc, *sources):
     """If argv has -h or --help: print doc and all settings, then exit with 0. sources: (title, path
-    of a .py file, the defaults that it assigns); doc is that of the first."""
+    of a .py file, the defaults that it assigns)."""
     if "-h" not in argv and "--help" not in argv:
         return
-    if doc is None:  # python -OO drops it
-        with tokenize.open(sources[0][1]) as f:
-            doc = ast.get_docstring(ast.parse(f.read()), clean=False)
-    tell(doc.strip())
+    tell((doc or "").strip())  # python -OO drops it
     for title, path, defaults in sources:
         tell("\n".join(["", f"{title}:", *describe(path, defaults)]))
     raise SystemExit(0)

@@ -75,7 +75,7 @@ def saving_if_memory_runs_out(run, opt, phases, savings):
     if phase:
         line += f", in {phase}{advice(run, savings(run.config, phase))}"
     # elsewhere it is not known whether step `run.step` is done
-    if phase and run.writes and run.unsaved and not opt.changed:
+    if phase and run.writes and run.unsaved and not opt.halfway:
         try:
             run.save(opt.state())
         except (OSError, RuntimeError, MemoryError, FloatingPointError) as e:
@@ -166,22 +166,23 @@ def measure(run, device):
     return Cost(peak(), time.perf_counter() - began, fits)
 
 
-def measure_all(phases, c, device, known=None):
+def measure_all(phases, config, device, known=None):
     """The phases one after the other, up to one that does not fit. known: {name: Cost} of those
     that need not be run. -> {name: Cost}"""
     costs = {}
     for name, run in phases.items():
-        costs[name] = (known or {}).get(name) or measure(partial(run, c), device)
+        before = (known or {}).get(name)
+        costs[name] = before or measure(partial(run, config), device)
         if not costs[name].fits:
             break
     return costs
 
 
-def compare(phases, c, device, trials, first):
+def compare(phases, config, device, trials, first):
     """Run the phases and print what each takes; then what the whole takes with other settings. ->
     {name: Cost} of the phases, up to one that does not fit
 
-    phases: {name: function of settings c}. first: settings of a small step, which makes whatever
+    phases: {name: function of settings}. first: settings of a small step, which makes whatever
     is made once. trials: function of the phase that holds the peak -> {name: (settings, names of
     the phases that they change)}."""
     start = measure_all(phases, first, device)
@@ -194,7 +195,7 @@ def compare(phases, c, device, trials, first):
     about = "" if device.startswith("cuda") else ", about: of the whole process"
     tell(f"dry run: GB held at the peak of each phase{about}; weights and optimizer "
          f"alone: {gigabytes(held(device))}")
-    costs = measure_all(phases, c, device)
+    costs = measure_all(phases, config, device)
     tell(f"{'':24s}{'peak GB':>14s}{'':12s}{'seconds':>10s}")
     for name, cost in costs.items():
         tell_row(name, {name: cost})

@@ -2,7 +2,7 @@
 fp32 master weights for a model that may hold bf16 or fp16.
 
 The idea. Sampler and learner read one set of (bf16) weights, so the policy that sampled is
-the policy that is scored. The optimizer owns fp32 copies, the masters, and rounds them down
+the policy that learns. The optimizer owns fp32 copies, the masters, and rounds them down
 after each step: an update of 1e-6 is below bf16's spacing, so it must be summed up in fp32.
 Gradients of micro-batches add up in fp32 too.
 
@@ -25,9 +25,10 @@ BEYOND = ("beyond 65,504, where float16 ends (--dtype=bfloat16 or --dtype=float3
           "further)")
 
 
-def adamw(params, c):
+def adamw(params, config):
     return torch.optim.AdamW(
-        params, lr=c.lr, betas=(0.9, c.beta2), weight_decay=c.weight_decay, fused=True)
+        params, lr=config.lr, betas=(0.9, config.beta2),
+        weight_decay=config.weight_decay, fused=True)
 
 
 def first_scale(params):
@@ -40,23 +41,23 @@ class Masters:
     """The fp32 weights that the optimizer (AdamW) updates; of an fp32 model they are its own
     parameters.
 
-    c: settings with lr, beta2 and weight_decay. value: PPO's value head, an fp32 module
-    that is trained and saved with the model's weights. changed: is an update on its way whose
-    weights are not to be saved? A step sets it, and who asks for steps sets it back after the
-    last. scale: of the loss, None but for fp16; good: finite steps since it was last changed.
-    scaling: of fp16, what the log says of the last step."""
+    config: has lr, beta2 and weight_decay. value: PPO's value head, an fp32 module
+    that is trained and saved with the model's weights. halfway: have some updates of a rollout
+    changed the weights, and more may follow? They are not saved then. A step sets it, and who
+    asks for steps sets it back after the last. scale: of the loss, None but for fp16; good: finite
+    steps since it was last changed. scaling: of fp16, what the log says of the last step."""
 
-    changed = False
+    halfway = False
     good = 0
     scaling = {}
 
-    def __init__(self, model, c, value=None):
+    def __init__(self, model, config, value=None):
         self.params = list(model.parameters())
         if value is not None:
             self.params += value.parameters()
         self.masters = [p if p.dtype in (torch.float32, torch.float64)  # of tests
                         else p.detach().float().requires_grad_() for p in self.params]
-        self.optimizer = adamw(self.masters, c)
+        self.optimizer = adamw(self.masters, config)
         self.scale = first_scale(self.params)
         for p, master in self.copies():
             p.register_post_accumulate_grad_hook(partial(self.collect, master))
@@ -96,8 +97,9 @@ class Masters:
         which halves the scale; it counts as 0. Raises FloatingPointError, before anything is
         changed, if the norm is not finite and no scale can help."""
         sum_gradients(self.masters)
-        if self.scale is not None:
-            self.unscale()
+        for master in self.masters if self.scale is not None else ():
+            if master.grad is not None:
+                master.grad.div_(self.scale)
         norm = torch.nn.utils.clip_grad_norm_(self.masters, grad_clip)
         if self.scale is not None and self.rescale(norm):
             norm = torch.zeros(())
@@ -109,17 +111,11 @@ class Masters:
             return 0.0
         for group in self.optimizer.param_groups:
             group["lr"] = lr
-        self.changed = True
+        self.halfway = True
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
         self.copy_down()
         return norm.item()
-
-    @torch.no_grad()
-    def unscale(self):
-        for master in self.masters:
-            if master.grad is not None:
-                master.grad.div_(self.scale)
 
     def rescale(self, norm):
         """Change the scale by what the norm of the gradients says. All ranks have the same norm.
@@ -177,19 +173,17 @@ class Masters:
         if not fits:
             raise ValueError(f"{name}: its optimizer state does not fit the model")
         if self.scale is not None:
-            self.load_scale(state, name)
+            scale = state.get("scale")
+            good = state.get("good")
+            if not (type(scale) is float and 1 <= scale <= LARGEST_SCALE
+                    and type(good) is int and 0 <= good < GOOD_STEPS):
+                raise ValueError(
+                    f"{name}: it holds no scale of the loss, which float16 needs")
+            self.scale = scale
+            self.good = good
         for master, x in zip(self.masters, saved):
             master.copy_(x)
         self.copy_down()
-
-    def load_scale(self, state, name):
-        scale, good = state.get("scale"), state.get("good")
-        if not (type(scale) is float and 1 <= scale <= LARGEST_SCALE
-                and type(good) is int and 0 <= good < GOOD_STEPS):
-            raise ValueError(
-                f"{name}: it holds no scale of the loss, which float16 needs")
-        self.scale = scale
-        self.good = good
 
     def has_moments(self, master):
         """Has AdamW what it needs of a weight, or, before its first gradient, nothing?"""

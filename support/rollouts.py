@@ -64,8 +64,17 @@ def token_ids(name, ids, vocab_size):
 
 def check_log(rollout):
     """Raise ValueError for a log that does not fit its rollout."""
-    B, G, R = rollout.tokens.shape
-    check_shapes(rollout)
+    grid = B, G, R = rollout.tokens.shape
+    until, lengths = rollout.until.shape, rollout.lengths.shape
+    prompts, kept = len(rollout.prompts), len(rollout.kept)
+    if (prompts, kept, until[2:], lengths) != (B, B, grid, grid[:2]):
+        raise ValueError(f"the log does not fit {B} prompts x {G} samples x {R} "
+                         f"tokens: {prompts} prompts, kept for {kept}, until "
+                         f"{tuple(until)}, lengths {tuple(lengths)}")
+    L, nkv = until[:2]
+    for layers in rollout.kept:
+        if len(layers) != L or any(len(heads) != nkv for heads in layers):
+            raise ValueError(f"kept is not given for {L} layers and {nkv} KV heads")
     check_integers(tokens=rollout.tokens, lengths=rollout.lengths, until=rollout.until)
     temperature = rollout.temperature
     if not isinstance(temperature, (int, float)) or not 0 <= temperature < INF:
@@ -120,20 +129,6 @@ def check_model(rollout, model):
     if least < 0 or most >= model.vocab_used:
         raise ValueError(f"the responses hold token ids {least} to {most}, the model "
                          f"samples ids below {model.vocab_used}")
-
-
-def check_shapes(rollout):
-    grid = B, G, R = rollout.tokens.shape
-    until, lengths = rollout.until.shape, rollout.lengths.shape
-    prompts, kept = len(rollout.prompts), len(rollout.kept)
-    if (prompts, kept, until[2:], lengths) != (B, B, grid, grid[:2]):
-        raise ValueError(f"the log does not fit {B} prompts x {G} samples x {R} "
-                         f"tokens: {prompts} prompts, kept for {kept}, until "
-                         f"{tuple(until)}, lengths {tuple(lengths)}")
-    L, nkv = until[:2]
-    for layers in rollout.kept:
-        if len(layers) != L or any(len(heads) != nkv for heads in layers):
-            raise ValueError(f"kept is not given for {L} layers and {nkv} KV heads")
 
 
 def check_integers(**tensors):

@@ -211,15 +211,10 @@ def hold(out_dir):
             os.close(folder)
             raise ValueError(f"out_dir {out_dir!r} is in use by another "
                              "process") from None
-        tell_once("out_dir is on a file system that cannot lock a folder "
-                  f"({e.strerror}): see to it that no other process uses it")
+        tell(f"out_dir is on a file system that cannot lock a folder ({e.strerror}): "
+             "see to it that no other process uses it")
     HELD[where] = folder
     return folder
-
-
-@functools.cache
-def tell_once(text):
-    tell(text)
 
 
 def is_of_a_run(path):
@@ -352,10 +347,6 @@ class Run:
         self.first = self.step  # at which this process began
 
     @property
-    def resumed(self):
-        return self.learner is not None
-
-    @property
     def finished(self):
         return self.step >= self.config.steps
 
@@ -418,13 +409,9 @@ class Run:
 
     def nothing_saved(self):
         """Did the run in out_dir end before its first evaluation was logged? It counts as none."""
-        models = [self.path(name) for name in MODELS]
-        if any(map(os.path.lexists, map(self.path, ("ckpt.pt", "ckpt-previous.pt")))):
-            return False
-        if any(os.path.isdir(path) and os.listdir(path) for path in models):
-            return False
+        saved = any(name.startswith(("ckpt", *MODELS)) for name in self.files())
         log = self.path("log.jsonl")
-        return not os.path.exists(log) or os.path.getsize(log) == 0
+        return not saved and not (os.path.exists(log) and os.path.getsize(log))
 
     # resuming
 
@@ -433,27 +420,9 @@ class Run:
         path = self.path("ckpt.pt")
         try:
             state = read_checkpoint(path)
+            self.check_layout(state, path)
         except (FileNotFoundError, ValueError) as e:
             raise type(e)(f"resume: {e}; {self.older()}") from None
-        for key, kind in LAYOUT.items():
-            found = state.get(key) if isinstance(state, dict) else None
-            if type(found) is not kind:
-                raise ValueError(f"resume: {path}: {key} must be of type "
-                                 f"{kind.__name__}, got {type(found).__name__}; "
-                                 f"{self.older()}")
-        sizes = [state["sizes"].get(name) for name in GROWING]
-        if min(state["step"], *(n if type(n) is int else -1 for n in sizes)) < 0:
-            raise ValueError(f"resume: {path}: step {state['step']} and sizes "
-                             f"{sizes!s:.100} must be whole numbers from 0; "
-                             f"{self.older()}")
-        try:
-            json.dumps(state["memory"], allow_nan=False)
-            maybe = "" if state["step"] else "?"  # before the first step there is less
-            shapes = {key + maybe: shape for key, shape in self.shapes.items()}
-            check_shape(state["memory"], shapes, "memory")
-        except (ValueError, TypeError, RecursionError) as e:
-            raise ValueError(f"resume: {path}: memory is not what a run keeps: "
-                             f"{e!s:.300}; {self.older()}") from None
         known = self.identity.keys() & state["identity"].keys()  # may have moved
         was = dict(state["config"], identity=state["identity"])
         other = difference(
@@ -468,6 +437,26 @@ class Run:
         self.memory = state["memory"]
         self.learner = state["learner"]
         self.sizes = state["sizes"]
+
+    def check_layout(self, state, path):
+        """Raise ValueError for what is in a checkpoint of another kind."""
+        for key, kind in LAYOUT.items():
+            found = state.get(key) if isinstance(state, dict) else None
+            if type(found) is not kind:
+                raise ValueError(f"{path}: {key} must be of type {kind.__name__}, got "
+                                 f"{type(found).__name__}")
+        sizes = [state["sizes"].get(name) for name in GROWING]
+        if min(state["step"], *(n if type(n) is int else -1 for n in sizes)) < 0:
+            raise ValueError(f"{path}: step {state['step']} and sizes {sizes!s:.100} "
+                             "must be whole numbers from 0")
+        try:
+            json.dumps(state["memory"], allow_nan=False)
+            maybe = "" if state["step"] else "?"  # before the first step there is less
+            shapes = {key + maybe: shape for key, shape in self.shapes.items()}
+            check_shape(state["memory"], shapes, "memory")
+        except (ValueError, TypeError, RecursionError) as e:
+            text = f"{path}: memory is not what a run keeps: {e!s:.300}"
+            raise ValueError(text) from None
 
     def older(self):
         """What to do without ckpt.pt."""

@@ -127,9 +127,7 @@ def put(text, stream):
     except (OSError, ValueError):
         # the interpreter would try again at its end what the stream still holds, and fail
         with suppress(OSError, ValueError):
-            nowhere = os.open(os.devnull, os.O_WRONLY)
-            os.dup2(nowhere, stream.fileno())
-            os.close(nowhere)
+            os.dup2(nowhere(), stream.fileno())
 
 
 def open_streams():

@@ -27,7 +27,7 @@ class TensorBoard:
         folder = run.path("tensorboard")
         os.makedirs(folder, exist_ok=True)
         there, before = set(os.listdir(folder)), read_list(folder)[1]
-        purge = run.step if run.resumed else None
+        purge = run.step if run.config.resume else None
         self.writer = SummaryWriter(folder, purge_step=purge)
         made = sorted(set(os.listdir(folder)) - there)
         run.write_list(folder, step=None, reward=None, files=[*before, *made, LIST])
@@ -83,13 +83,10 @@ class Tracker:
     resumed, which stand in the log."""
 
     def __init__(self, run, already):
-        self.name, self.to = run.config.tracker, None
-        self.attempt(self.start, run)
+        self.name = run.config.tracker
+        self.to = self.attempt(TRACKERS[self.name], run)
         for row in already:
             self.log(row)
-
-    def start(self, run):
-        self.to = TRACKERS[self.name](run)
 
     def log(self, row):
         if self.to:
@@ -100,7 +97,7 @@ class Tracker:
     def attempt(self, act, *args):
         try:
             with settings_kept():
-                act(*args)
+                return act(*args)
         except failures() as e:
             self.to = None
             tell(f"{self.name} failed and gets no more numbers, log.jsonl has them all:"

@@ -7,7 +7,6 @@ import shutil
 import signal
 import subprocess
 import sys
-import time
 import traceback
 from contextlib import redirect_stdout
 from dataclasses import replace
@@ -29,7 +28,7 @@ from grpo import replay
 from kvcache import EVICT, Eviction, attention
 from model import Config, Transformer
 from rollout import Rollout
-from run.learn import score
+from run.learn import replay_all
 from support import parallel
 from support.checkpoint import read_checkpoint as read_whole
 from support.lora import LoRA
@@ -163,8 +162,8 @@ def learner(net, initial=None, **changes):
 
 def learn(net, opt, objective, rollout, rewards, c, lr, teacher=None):
     """What main does with a rollout and its rewards. -> numbers for the log"""
-    scores = partial(score, net, objective, c)
-    chosen, batch, log = objective.prepare(replace(rollout, rewards=rewards), rewards, scores)
+    again = partial(replay_all, net, objective, c)
+    chosen, batch, log = objective.prepare(replace(rollout, rewards=rewards), rewards, again)
     return dict(log, **train.update(net, opt, objective, chosen, batch=batch, config=c, lr=lr,
                                     teacher=teacher))
 
@@ -260,14 +259,6 @@ def train_here(*args):
             signal.signal(number, handler)
         while HELD:
             os.close(HELD.popitem()[1])
-
-
-def run_train(*args):
-    """`python train.py` from another folder, as a user might. -> exit code, what it printed, its
-    errors"""
-    command = [sys.executable, os.path.join(ROOT, "train.py"), *FAST, *args]
-    p = subprocess.run(command, capture_output=True, text=True, timeout=200)
-    return p.returncode, p.stdout, p.stderr
 
 
 server = multiprocessing.get_context("forkserver")
@@ -372,6 +363,11 @@ def copy_of(out_dir, folder):
     return folder / "out"
 
 
+def contents(folder):
+    """{name: bytes} of the files in a folder."""
+    return {path.name: path.read_bytes() for path in sorted(folder.iterdir()) if path.is_file()}
+
+
 def write_problems(path, numbers):
     """A task file of one short problem for each number. -> path"""
     with open(path, "w") as f:
@@ -384,7 +380,7 @@ def write_problems(path, numbers):
 @pytest.fixture
 def mine(tmp_path, monkeypatch):
     """-> write(source), which makes mine.py in a current folder of its own and forgets what was
-    imported of it before; its `score` is what --reward=mine:score asks. -> its path"""
+    imported of it before; --reward=mine:NAME asks its function NAME. -> its path"""
     folder = tmp_path / "here"
     folder.mkdir()
     monkeypatch.chdir(folder)
@@ -507,7 +503,7 @@ class Team:
             pid = os.fork()
             if not pid:
                 self.work(path)
-            self.workers[pid] = open(path, "rb"), b""
+            self.workers[pid] = path
 
     def take(self):
         """The tests of files that nobody else has taken."""
@@ -521,8 +517,6 @@ class Team:
         while item:
             following = next(items, None)
             item.config.hook.pytest_runtest_protocol(item=item, nextitem=following)
-            if following is None or following.path != item.path:
-                self.report()
             self.stop_if_asked()
             item = following
 
@@ -554,32 +548,25 @@ class Team:
                 process.kill()
             os._exit(code)
 
-    def report(self):
-        """Hand on what the others have reported."""
+    def report(self, path):
+        """Hand on what another process has reported."""
         hook = self.config.hook
-        for pid, (file, begun) in self.workers.items():
-            *lines, begun = (begun + file.read()).split(b"\n")
-            self.workers[pid] = file, begun
-            for line in lines:
-                report = hook.pytest_report_from_serializable(
-                    config=self.config, data=json.loads(line))
-                where = dict(nodeid=report.nodeid, location=report.location)
-                if report.when == "setup":
-                    hook.pytest_runtest_logstart(**where)
-                hook.pytest_runtest_logreport(report=report)
-                if report.when == "teardown":
-                    hook.pytest_runtest_logfinish(**where)
+        for line in path.read_bytes().splitlines():
+            report = hook.pytest_report_from_serializable(
+                config=self.config, data=json.loads(line))
+            where = dict(nodeid=report.nodeid, location=report.location)
+            if report.when == "setup":
+                hook.pytest_runtest_logstart(**where)
+            hook.pytest_runtest_logreport(report=report)
+            if report.when == "teardown":
+                hook.pytest_runtest_logfinish(**where)
+            self.stop_if_asked()
 
     def wait(self):
-        while self.workers:
-            for pid in [*self.workers]:
-                ended, status = os.waitpid(pid, os.WNOHANG)
-                self.report()
-                self.stop_if_asked()
-                if ended:
-                    self.workers.pop(pid)[0].close()
-                    assert status == 0, f"a process that ran tests ended with {status}"
-            time.sleep(0.02)
+        for pid in [*self.workers]:
+            _, status = os.waitpid(pid, 0)
+            self.report(self.workers.pop(pid))
+            assert status == 0, f"a process that ran tests ended with {status}"
 
     def end(self):
         for pid in self.workers:

@@ -39,17 +39,13 @@ def read(tmp_path, text):
     ("steps = 3\nif steps:\n    lr: float", "line 3: what stands behind lr: sets nothing"),
     ("lrr: 1e-3", "line 1: unknown key 'lrr'; the nearest is 'lr'"),
     ("lrr: float = 1e-3", "unknown key 'lrr'; the nearest is 'lr'"),
-    ("LR = 1e-3", "unknown key 'LR'; the nearest is 'lr'"),
     ("base = 8", r"unknown key 'base'.*\(a helper's name begins with _\)"),
     ("def half(x): return x / 2", r"unknown key 'half'.*\(a helper's name begins with _\)"),
-    ("from math import pi", "unknown key 'pi'"),
-    ("lr = [1]", "lr expects float, got list$"), ("lr = True", "lr expects float, got bool True"),
     ("class _A:\n    def __repr__(self): return 'a\\nb'\nlr = _A()", "expects float, got _A$"),
     ("steps = 10**30", "steps does not fit 64 bits"), ("lr = 10**5000", "lr does not fit 64 bits"),
     ("task = 'a\\0b'", "task holds a control character"),
     ("out_dir = 'a\\nb'", "out_dir holds a control character"),
     ("lr =", "line 1: SyntaxError"), ("lr = 1 / 0", "ZeroDivisionError"),
-    ("raise SystemExit(0)", "SystemExit 0"), ("raise ValueError('a\\nb')", "ValueError a b"),
     (b"task = '\xff'", "line 1: SyntaxError .*utf-8"), (b"lr = 1\0", "null bytes"),
     (b"#" * 1_000_001, "larger than 1,000,000 bytes"), ("(" * 300, "SyntaxError|MemoryError"),
 ])
@@ -70,6 +66,10 @@ def test_config_files_are_refused_in_one_line(tmp_path, text, says):
 ])
 def test_config_files_that_are_right(tmp_path, text, changed):
     assert read(tmp_path, text) == DEFAULTS | changed
+
+
+def test_a_config_file_knows_where_it_stands(tmp_path):
+    assert read(tmp_path, "task = __file__")["task"] == str(tmp_path / "some.py")
 
 
 def test_what_is_no_file_is_not_read(tmp_path):
@@ -97,9 +97,7 @@ def test_numbers_are_written_in_plain_decimal():
 
 @pytest.mark.parametrize("arg, says", [
     ("--steps=1_000", "steps expects int, got str '1_000'"), ("--steps= 5", "expects int"),
-    ("--steps=\u0665", "expects int"), ("--steps=1e3", "expects int, got float 1000.0"),
     ("--lr=0x10", "expects float, got str"), ("--lr=inf", "finite number, got inf"),
-    ("--lr=nan", "finite number, got nan"), ("--steps=inf", "expects int, got float inf"),
     ("--lr=1e400", "lr must be a finite number, got inf"), ("--lr=-1e400", "got -inf"),
     ("--lr=" + "9" * 400, "lr does not fit 64 bits"), ("--lr=" + "9" * 5000, "finite number"),
     ("--resume=1", "expects True or False, got int 1"),
@@ -126,29 +124,16 @@ def test_two_words_and_bare_flags():
             configure(DEFAULTS, alone)
 
 
-@pytest.mark.parametrize("key, says", [
-    ("learning_rate", "here it is 'lr'"), ("output-dir", "here it is 'out_dir'"),
-    ("num_train_epochs", "here it is 'steps'"), ("lrr", "the nearest is 'lr'"),
-    ("xyzzy_plugh", "--help lists the keys")])
-def test_other_names(key, says):
+def test_other_names():
     """Those of other trainers lead to ours; nonsense leads to no name."""
-    for argv in ([f"--{key}=3"], [f"--{key}", "3"], [f"--{key}"]):
-        with pytest.raises(ValueError, match=f"unknown key '{key}'; {says}$"):
-            configure(DEFAULTS, argv)
-
-
-def test_all_other_names_lead_somewhere():
     assert not {*ELSEWHERE.values()} - {*train.DEFAULTS} and not {*ELSEWHERE} & {*train.DEFAULTS}
-    for key, ours in ELSEWHERE.items():
-        for argv in ([f"--{key}=3"], [f"--{key}", "3"]):
-            with pytest.raises(ValueError, match=f"unknown key '{key}'; here it is '{ours}'$"):
+    says = {key: f"here it is '{ours}'" for key, ours in ELSEWHERE.items()}
+    says.update({"output-dir": "here it is 'out_dir'", "lrr": "the nearest is 'lr'",
+                 "xyzzy_plugh": "--help lists the keys"})
+    for key, text in says.items():
+        for argv in ([f"--{key}=3"], [f"--{key}", "3"], [f"--{key}"]):
+            with pytest.raises(ValueError, match=f"unknown key '{key}'; {text}$"):
                 configure(train.DEFAULTS, argv)
-
-
-def test_options_that_are_right():
-    argv = ["--lr=1", "--steps=7", "--task=7", "--out_dir=~", "--lr=2e-3", "--resume=true"]
-    assert configure(DEFAULTS, argv) == DEFAULTS | dict(
-        lr=2e-3, steps=7, task="7", out_dir=os.path.expanduser("~"), resume=True)
 
 
 # --help
@@ -182,7 +167,7 @@ def test_settings_are_described_where_they_stand(tmp_path):
                      f"    --fourth=a/b{pad[:-6]}  behind its last row"]
 
 
-@pytest.mark.parametrize("argv", [["-h"], ["config/dpo.py", "--help"], ["--bugdet=3", "-h"]])
+@pytest.mark.parametrize("argv", [["config/dpo.py", "--help"], ["--bugdet=3", "-h"]])
 def test_help_of_train(argv, capsys):
     with pytest.raises(SystemExit) as e:
         train.main(argv)
@@ -207,11 +192,6 @@ def test_help_of_experiments(capsys):
             assert e.value.code == 0
             assert all(word in said for word in words), program
     assert "--prompts=16" not in said
-
-
-def test_a_config_file_knows_where_it_stands(tmp_path):
-    said = read(tmp_path, "import os\ntask = os.path.join(os.path.dirname(__file__), 'a.jsonl')")
-    assert said["task"] == str(tmp_path / "a.jsonl")
 
 
 # what experiments share
@@ -272,30 +252,19 @@ def test_generate_names_the_models_of_a_run(finished):
 
 
 def test_generate_hands_arguments_to_the_template(tmp_path, capsys):
+    """And what the system says, before the prompt."""
     folder = tmp_path / "model"
     shutil.copytree(os.path.join(ROOT, "data", "tiny"), folder)
     (folder / "chat_template.jinja").write_text(
-        "{{ messages[0].content }}{% if not short %} code code{% endif %}")
+        "{% for m in messages %}{{ m.content }}{% endfor %}{% if not short %} code code{% endif %}")
     asked = ["--prompt=The code for pen is 4817", "--device=cpu", f"--model={folder}",
              "--max_new_tokens=2", "--evict=none"]
     generate.main([*asked])
     assert "[10 prompt tokens" in capsys.readouterr().out
     generate.main([*asked, '--template={"short": true}'])
     assert "[8 prompt tokens" in capsys.readouterr().out
-
-
-def test_generate_says_what_the_system_does(tmp_path, capsys):
-    """Before the prompt; the control is without."""
-    folder = tmp_path / "model"
-    shutil.copytree(os.path.join(ROOT, "data", "tiny"), folder)
-    (folder / "chat_template.jinja").write_text(
-        "{% for m in messages %}{{ m.content if m.role == 'system' else 'the code' }}{% endfor %}")
-    asked = ["--prompt=x", "--device=cpu", f"--model={folder}", "--max_new_tokens=2",
-             "--evict=none"]
-    generate.main(asked)
-    assert "[4 prompt tokens" in capsys.readouterr().out
     generate.main([*asked, "--system=code code "])
-    assert "[7 prompt tokens" in capsys.readouterr().out
+    assert "[15 prompt tokens" in capsys.readouterr().out
 
 
 def test_draw_names_a_picture(tmp_path):
@@ -325,23 +294,8 @@ def test_messages_are_short_however_long_the_value(tmp_path):
         train.settings(["y" * 200 + ".py"])
 
 
-def test_help_without_docstrings(monkeypatch, capsys):
-    """As python -OO drops them; the same words."""
-    doc = train.__doc__
-    monkeypatch.setattr(train, "__doc__", None)
-    with pytest.raises(SystemExit):
-        train.main(["--help"])
-    said = capsys.readouterr().out
-    assert said.startswith(doc.strip()) and "--budget=56" in said
-
-
-@pytest.mark.parametrize("text", [
-    "import asyncio\nraise asyncio.CancelledError", "raise SystemExit",
-    "class Stop(BaseException): pass\nraise Stop"])
-def test_whatever_a_config_file_raises_is_its_fault(text, tmp_path, ctrl_c):
-    (tmp_path / "x.py").write_text(text)
-    with pytest.raises(ValueError, match="x.py: (CancelledError|SystemExit|Stop)$"):
-        configure(train.DEFAULTS, [str(tmp_path / "x.py")])
-    (tmp_path / "x.py").write_text("raise KeyboardInterrupt")
+def test_whatever_a_config_file_raises_is_its_fault(tmp_path, ctrl_c):
+    with pytest.raises(ValueError, match="some.py: CancelledError$"):
+        read(tmp_path, "import asyncio\nraise asyncio.CancelledError")
     with pytest.raises(KeyboardInterrupt):  # the control: somebody's Ctrl-C
-        configure(train.DEFAULTS, [str(tmp_path / "x.py")])
+        read(tmp_path, "raise KeyboardInterrupt")

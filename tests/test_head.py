@@ -6,7 +6,7 @@ import torch
 
 from conftest import largest_tensor, rel
 from fast import head
-from fast.head import acceptance_rows, entropy_rows, head_rows, kl_rows, matmul32, score
+from fast.head import acceptance_rows, entropy_rows, from_logits, head_rows, kl_rows, matmul32
 
 P3, Q3 = torch.tensor([0.7, 0.2, 0.1]), torch.tensor([0.5, 0.3, 0.2])
 DEVICES = ["cpu"]
@@ -65,14 +65,14 @@ def test_kl_direction_and_reduction():
     assert kl_rows(p, q).item() / 3 == pytest.approx(0.02837, abs=1e-5)
     # logits, not log-probs; the student is named by its place
     for student, want in ((1, 0.08512), (0, 0.09203)):
-        kl = score([q - 3, p + 5], torch.tensor([0]), student=student)["kl"].item()
+        kl = from_logits([q - 3, p + 5], torch.tensor([0]), student=student)["kl"].item()
         assert kl == pytest.approx(want, abs=1e-5)
 
 
 def test_kl_gradient_is_the_students():
     torch.manual_seed(0)
     s, t = (torch.randn(3, 5, dtype=torch.double).requires_grad_() for _ in range(2))
-    kl = score([s, t], torch.zeros(3, dtype=torch.int64), student=0)["kl"]
+    kl = from_logits([s, t], torch.zeros(3, dtype=torch.int64), student=0)["kl"]
     got, of_teacher = torch.autograd.grad(kl.sum(), (s, t), allow_unused=True)
     p, q = s.softmax(-1), t.softmax(-1)
     want = torch.autograd.grad((p * (p / q).log()).sum(), s)[0]
@@ -85,13 +85,13 @@ def test_kl_gradient_is_the_students():
 def test_temperature():
     logits, targets = [torch.tensor([[2.0, 1.0, 0.0]])], torch.tensor([0])
     for temperature, want in ((0.5, -0.1429), (1.0, -0.4076)):
-        logp = score(logits, targets, temperature)["logp"].item()
+        logp = from_logits(logits, targets, temperature)["logp"].item()
         assert logp == pytest.approx(want, abs=1e-4)
 
 
 def test_acceptance_and_entropy():
     logits = [P3.log()[None], Q3.log()[None]]
-    out = score(logits, torch.tensor([1]), student=0, stats=True)
+    out = from_logits(logits, torch.tensor([1]), student=0, stats=True)
     want = dict(logp=[math.log(0.2), math.log(0.3)], kl=[0.08512],
                 entropy=[-(Q3 * Q3.log()).sum().item()], accept=[0.5 + 0.2 + 0.1])
     assert out.keys() == want.keys()
@@ -131,7 +131,7 @@ def in_chunks(weight, hidden, targets, coefs):
 
 def test_chunks_change_nothing(monkeypatch):
     weight, hidden, targets, coefs = head_case()
-    want = score([h @ weight.t() for h in hidden], targets, 0.7, student=1)
+    want = from_logits([h @ weight.t() for h in hidden], targets, 0.7, student=1)
     grads = torch.autograd.grad(weighted(want, coefs), [weight, *hidden])
     for rows in (1, 7, 203, 1000):
         monkeypatch.setattr(head, "LOGIT_BYTES", rows * 2 * 97 * 8)
@@ -153,7 +153,7 @@ def test_log_probs_alone(monkeypatch):
     weight, hidden, targets, coefs = head_case()
     monkeypatch.setattr(head, "LOGIT_BYTES", 7 * 97 * 8)
     for some in (hidden, hidden[:1]):
-        want = score([h @ weight.t() for h in some], targets, 0.7)["logp"]
+        want = from_logits([h @ weight.t() for h in some], targets, 0.7)["logp"]
         got = head_rows(weight, some, targets, 0.7)["logp"]
         assert got.shape == (len(some), 203) and rel(got, want) < 1e-14
         c = coefs[:len(some)]
@@ -177,7 +177,7 @@ def test_statistics_have_no_gradient(monkeypatch):
     grads = in_chunks(weight, hidden, targets, coefs)[1]
     assert all(torch.equal(a, b) for a, b in zip(got, grads))
     # control: with gradients they would differ
-    whole = score([h @ weight.t() for h in hidden], targets, 0.7, student=1, stats=True)
+    whole = from_logits([h @ weight.t() for h in hidden], targets, 0.7, student=1, stats=True)
     assert rel(out["entropy"], whole["entropy"].detach()) < 1e-14
     assert rel(out["accept"], whole["accept"].detach()) < 1e-14
     total = weighted(whole, coefs) + whole["entropy"].sum() + whole["accept"].sum()

@@ -36,8 +36,8 @@ from conftest import (
 from data.rewards import RewardError
 from kvcache import Eviction
 from rollout import generate, join
-from run.evaluate import join_parts, rewarded
 from run.learn import Metrics
+from run.rewards import join_parts, rewarded
 from run.settings import eviction_of
 from run.start import check_ranks
 from support import parallel

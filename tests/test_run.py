@@ -1,5 +1,6 @@
 """support/run.py: the folder of a run, whatever happens to the process that it belongs to."""
 import errno
+import fcntl
 import json
 import os
 import random
@@ -29,6 +30,7 @@ from conftest import (
     TINY,
     Forked,
     at_call,
+    contents,
     copy_of,
     read_checkpoint,
     read_log,
@@ -37,44 +39,30 @@ from conftest import (
     train_here,
     write_problems,
 )
-from objectives.dpo import DPO
+from model import Transformer
 from support.checkpoint import UNFINISHED, write_checkpoint, write_whole
-from support.run import choose_device, hold, settings_kept
+from support.run import LIST, choose_device, hold, read_list, remove_listed, settings_kept
 from support.screen import tell
 
 # resuming
 
-def test_resume_is_bitwise(finished, tmp_path):
-    """4 steps equal 2 steps, a new process, and 2 more; another seed does not."""
-    out, other = str(tmp_path / "out"), str(tmp_path / "other")
-    train_here("--steps=2", f"--out_dir={out}")
-    train_here("--steps=2", "--seed=1", "--eval_every=99", f"--out_dir={other}")
-    assert not same_weights(out, other)
-    again = Forked(out + ".log", train.main, [*FAST, "--resume=True", f"--out_dir={out}"])
-    assert again.wait() == 0, open(out + ".log").read()
-    whole, halves = read_checkpoint(finished[0]), read_checkpoint(out)
-    assert whole["step"] == halves["step"] == 4 and same_weights(out, finished[0])
-    states = [x["learner"]["optimizer"]["state"].values() for x in (whole, halves)]
-    assert all(torch.equal(a["exp_avg_sq"], b["exp_avg_sq"]) for a, b in zip(*states))
-    assert read_log(out)[1] == read_log(finished[0])[1]
-
-
-@pytest.mark.parametrize("name", ["ppo", "dpo"])
-def test_objectives_resume_bitwise(name, tmp_path, monkeypatch):
-    """As above. The controls resume without PPO's value head, or with DPO's trained weights as the
-    reference."""
+@pytest.mark.parametrize("ask", [
+    ["--objective=ppo", "--ref_kl=0.5"], ["--objective=dpo", "--temperature=3"],
+    ["--teacher=initial", "--warmup=0"]])
+def test_objectives_resume_bitwise(ask, tmp_path, monkeypatch):
+    """4 steps equal 2 and, resumed, 2 more. The model as it was before training is read again: in
+    the controls it is another one then, or PPO's value head is lost."""
     monkeypatch.setattr("data.tasks.reward", share_of_digits)
-    ask = [f"config/{name}.py", "--eval_every=99", "--eval_final=1",
-           "--temperature=3"]  # so that dpo's pairs differ
-    monkeypatch.chdir(os.path.dirname(train.__file__))
+    ask = [*ask, "--eval_every=99", "--eval_problems=1", "--eval_final=1"]
     whole, halves, wrong = (str(tmp_path / x) for x in ("whole", "halves", "wrong"))
     train_here(*ask, f"--out_dir={whole}")
     train_here(*ask, "--steps=2", f"--out_dir={halves}")
     shutil.copytree(halves, wrong)
     train_here(*ask, "--resume=True", f"--out_dir={halves}")
     assert same_weights(whole, halves) and read_checkpoint(whole)["step"] == 4
-    if name == "ppo":
-        state = read_checkpoint(wrong)
+    assert read_log(whole)[1] == read_log(halves)[1]
+    state, load, loaded = read_checkpoint(wrong), Transformer.from_pretrained, []
+    if "ppo" in ask[0]:
         head = state["learner"]["masters"][-2:]
         assert [x.shape for x in head] == [(1, 128), (1,)] and head[1].abs() > 0
         state["learner"]["masters"][-2:] = [torch.zeros_like(x) for x in head]
@@ -82,9 +70,16 @@ def test_objectives_resume_bitwise(name, tmp_path, monkeypatch):
         # the head stays out of the model
         with safe_open(os.path.join(whole, "model", "model.safetensors"), "pt") as f:
             assert all(f.get_tensor(k).shape != (1, 128) for k in f.keys())  # noqa: SIM118
-    else:
-        monkeypatch.setitem(train.OBJECTIVES, "dpo",
-                            lambda net, config, initial: DPO(net, config, lambda: net))
+
+    def other_the_second_time(*args, **kwargs):
+        loaded.append(load(*args, **kwargs))
+        if len(loaded) == 2:
+            for p in loaded[1].parameters():
+                p.data.mul_(0.9)
+        return loaded[-1]
+
+    if "ppo" not in ask[0]:
+        monkeypatch.setattr(Transformer, "from_pretrained", other_the_second_time)
     train_here(*ask, "--resume=True", f"--out_dir={wrong}")
     assert not same_weights(whole, wrong)
 
@@ -106,29 +101,29 @@ def times(folder):
     ("where this run would save its own", ["--overwrite=True", "--model={out}/best"]),
     ("out is a run's folder: say --model=", ["--overwrite=True", "--model={out}"]),
     ("where this run would save its own", ["--overwrite=True", "--task={out}/log.jsonl"]),
+    ("where this run would save its own", ["--model={link}", "--out_dir={link}"]),
     ("error: .*log.jsonl/out", ["--out_dir={out}/log.jsonl/out"]),  # that cannot be made
 ])
-def test_out_dir_is_guarded(finished, say, args):
+def test_out_dir_is_guarded(finished, tmp_path, say, args):
     """A folder that holds a run is not touched unless resume or overwrite is said, nor resumed as
-    another run."""
-    out = finished[0]
-    before = times(out)
+    another run; nor is a model's, also through a link."""
+    out, link = finished[0], tmp_path / "link"
+    link.symlink_to(f"{out}/model")
+    before = times(out), times(link)
     with pytest.raises(SystemExit, match=say):
-        train_here(f"--out_dir={out}", *(arg.format(out=out) for arg in args))
-    assert times(out) == before
+        train_here(f"--out_dir={out}", *(arg.format(out=out, link=link) for arg in args))
+    assert (times(out), times(link)) == before
 
 
-def killed_in_an_evaluation(*args):
-    run.evaluate.evaluate = lambda *_, **__: os.kill(os.getpid(), signal.SIGKILL)
-    train.main([*FAST, *args])
-
-
-def test_a_start_that_saved_nothing_counts_as_none(tmp_path):
+def test_a_start_that_saved_nothing_counts_as_none(tmp_path, monkeypatch):
     """As a kill in the first evaluation leaves it: the same command begins. Not so where a row was
     logged, a checkpoint or a model is there, or config.json is no run's."""
     out = tmp_path / "out"
     ask = ["--steps=1", f"--out_dir={out}"]
-    assert Forked(tmp_path / "said", killed_in_an_evaluation, *ask).wait() == -signal.SIGKILL
+    with monkeypatch.context() as patched:
+        at_call(1, stop, patched.setattr)
+        with pytest.raises(SystemExit):
+            train_here(*ask)
     for name in ("log.jsonl", "ckpt.pt", "ckpt-previous.pt", "best/model.safetensors"):
         (out / name).write_text("{}\n")
         with pytest.raises(SystemExit, match="holds"):
@@ -149,34 +144,47 @@ def test_a_start_that_saved_nothing_counts_as_none(tmp_path):
     assert len(read_log(out)[1]) == 1 and "old" not in (out / "samples.txt").read_text()
 
 
-def hold_for_long(out_dir):
-    hold(out_dir)
-    print("held", flush=True)
-    time.sleep(100)
-
-
 def test_one_process_a_folder(finished, tmp_path):
-    """While another process works in out_dir, a run there is refused and leaves it alone;
-    afterwards it may begin."""
-    out, said = tmp_path / "out", tmp_path / "said"
+    """While another one works in out_dir, a run there is refused and leaves it alone; afterwards it
+    may begin."""
+    out = tmp_path / "out"
     out.mkdir()
     shutil.copy(os.path.join(finished[0], "config.json"), out)
     (out / "log.jsonl").write_text("theirs\n")
-    holder = Forked(said, hold_for_long, str(out))
-    while holder.poll() is None and not (said.exists() and said.read_text() == "held\n"):
-        time.sleep(0.01)
-    ask = ["--steps=1", "--overwrite=True", f"--out_dir={out}"]
+    ask, theirs = ["--steps=1", "--overwrite=True", f"--out_dir={out}"], os.open(out, os.O_RDONLY)
+    fcntl.flock(theirs, fcntl.LOCK_EX)
     with pytest.raises(SystemExit) as e:
         train_here(*ask)
     assert str(e.value) == f"error: out_dir {str(out)!r} is in use by another process"
     assert (out / "log.jsonl").read_text() == "theirs\n"
-    holder.kill()  # the lock goes with the process, however it ends
-    assert holder.wait() == -signal.SIGKILL
+    os.close(theirs)
     train_here(*ask)
 
 
-@pytest.mark.parametrize("name", ["config.json", "log.jsonl", "samples.txt", "ckpt.pt",
-                                  "model/model.safetensors", "best/notes.txt"])
+def test_a_child_holds_no_lock(tmp_path):
+    """A run that was killed may begin again, though what its reward has forked still works."""
+    hold(tmp_path)
+    where, ours = HELD.popitem()
+    with pytest.raises(ValueError, match="in use by another process"):  # the control
+        hold(tmp_path)
+    HELD[where] = ours
+    read, write = os.pipe()
+    child = os.fork()
+    if not child:
+        os.write(write, b"x")
+        time.sleep(100)
+        os._exit(0)
+    os.read(read, 1)
+    os.close(HELD.popitem()[1])  # as the end of a process does
+    try:
+        hold(tmp_path)
+    finally:
+        os.kill(child, signal.SIGKILL)
+        os.waitpid(child, 0)
+    os.close(HELD.popitem()[1])
+
+
+@pytest.mark.parametrize("name", ["config.json", "ckpt.pt", "best/notes.txt"])
 def test_foreign_files_stay(name, tmp_path):
     """What no run made is refused by name and left alone, whatever is said."""
     out = tmp_path / "out"
@@ -189,51 +197,22 @@ def test_foreign_files_stay(name, tmp_path):
     assert [n for _, _, names in os.walk(out) for n in names] == [(out / name).name]
 
 
-def test_a_models_folder_stays(finished, tmp_path):
-    """By itself, through a link, and as model/ of what else is a run; the control is that run."""
-    model, link, linked = tmp_path / "M", tmp_path / "link", copy_of(finished[0], tmp_path)
-    shutil.copytree(TINY, model)
-    link.symlink_to(model)
-    before = times(model)
-    for out in (model, link):
-        with pytest.raises(SystemExit, match="where this run would save its own"):
-            train_here(f"--model={model}", f"--out_dir={out}", "--overwrite=True")
-    shutil.rmtree(linked / "model")
-    (linked / "model").symlink_to(model)
-    with pytest.raises(SystemExit, match="holds model, which no run"):
-        train_here(f"--out_dir={linked}", "--overwrite=True")
-    assert times(model) == before
-    (linked / "model").unlink()
-    (linked / "notes.txt").write_text("mine")
-    train_here("--steps=1", "--eval_every=9", f"--out_dir={linked}", "--overwrite=True")
-    assert (linked / "notes.txt").read_text() == "mine"
+def test_a_list_that_names_no_file(tmp_path):
+    """It is not removed, and is no reason to stop half-way. A list of other things is none."""
+    names = ["..", ".", "", "sub", "a/b", "nul\0", "file", LIST]
+    (tmp_path / "sub").mkdir()
+    (tmp_path / "file").touch()
 
+    def listed(*files):
+        (tmp_path / LIST).write_text(json.dumps(dict(step=1, files=files)))
+        return read_list(tmp_path)
 
-@pytest.mark.parametrize("name", ["..", ".", "", "sub", "a/b", "nul\0", "\ud800", 5])
-def test_a_list_that_names_no_file(name, finished, tmp_path, monkeypatch):
-    """It is not removed, and is no reason to stop half-way. A list of other things is none: the
-    run whose files it names is refused, and whole."""
-    out = copy_of(finished[0], tmp_path)
-    (out / "model" / "sub").mkdir()
-    found = json.loads((out / "model" / "run.json").read_text())
-    found["files"].insert(0, name)
-    (out / "model" / "run.json").write_text(json.dumps(found))
-    ask, before = ["--steps=1", "--overwrite=True", f"--out_dir={out}"], times(out)
-    if name in ("\ud800", 5):
-        with pytest.raises(SystemExit, match="holds model/.*, which no run of this program"):
-            train_here(*ask)
-        assert times(out) == before
-    else:
-        at_call(1, stop, monkeypatch.setattr)  # the old run is gone by then
-        with pytest.raises(SystemExit):
-            train_here(*ask)
-        assert not (out / "ckpt.pt").exists()
-        assert os.listdir(out / "model") == ["sub"]
-    assert (out / "model" / "sub").is_dir()
-
-
-def contents(folder):
-    return {path.name: path.read_bytes() for path in sorted(folder.iterdir())}
+    for wrong in ("\ud800", 5):
+        assert listed(*names, wrong) == (None, [])
+    assert listed(*names) == (1, ["file", LIST])
+    assert listed("gone", *names) == (None, ["gone", "file", LIST])  # the control: not whole
+    remove_listed(tmp_path)
+    assert os.listdir(tmp_path) == ["sub"]
 
 
 def test_overwrite_removes_what_a_run_lists(finished, tmp_path):
@@ -326,8 +305,7 @@ def undisturbed(tmp_path_factory):
 
 # calls of generate: 4 batches of evaluation, 2 rollouts, 4 batches, 2 rollouts, 4 batches
 @pytest.mark.parametrize("name, call, step", [
-    ("SIGINT", 1, 0), ("SIGTERM", 3, 0), ("SIGHUP", 5, 1), ("SIGINT", 8, 2), ("SIGTERM", 13, 4),
-    ("SIGHUP", 15, 4)])
+    ("SIGINT", 1, 0), ("SIGHUP", 5, 1), ("SIGTERM", 8, 2), ("SIGHUP", 15, 4)])
 def test_a_signal_saves_what_is_done(undisturbed, tmp_path, monkeypatch, capsys, name, call, step):
     """An evaluation is left between two batches, a step is finished, and only what was saved is
     said to be; resumed, the run ends as if nobody had cut it."""
@@ -350,7 +328,7 @@ def stop():
     raise KeyboardInterrupt  # stands for a kill: nothing is saved
 
 
-@pytest.mark.parametrize("call", [6, 12, 14])
+@pytest.mark.parametrize("call", [6, 14])
 def test_what_was_not_saved_is_done_again(undisturbed, tmp_path, monkeypatch, call):
     """Log and samples are cut back to the last checkpoint, whatever was written after it."""
     out = tmp_path / "out"
@@ -388,21 +366,6 @@ def test_real_signals(tmp_path):
 
 def raising(*numbers):
     return lambda: [signal.raise_signal(number) for number in numbers]
-
-
-def twice_in_a_rollout(*args):
-    """train.main that gets two signals."""
-    at_call(None, raising(signal.SIGTERM, signal.SIGINT))
-    train.main([*FAST, *args])
-
-
-def test_a_second_signal_quits_at_once(tmp_path):
-    """Nothing more is saved then."""
-    out, said = tmp_path / "out", tmp_path / "said"
-    assert Forked(said, twice_in_a_rollout, f"--out_dir={out}").wait() == 130
-    assert "saved in" not in said.read_text() and not (out / "ckpt.pt").exists()
-    last = "SIGTERM: finishing this step, then saving; once more quits at once\n"
-    assert said.read_text().endswith(last)
 
 
 def test_a_closed_terminal_hangs_up_twice(tmp_path, monkeypatch):
@@ -484,39 +447,32 @@ def test_full_disk(tmp_path):
     assert not os.path.exists(os.path.join(out, "ckpt.pt" + UNFINISHED))
 
 
-@pytest.mark.parametrize("damage", ["half", "empty", "text", "start", "bit", "gone"])
-def test_damaged_checkpoint(finished, tmp_path, damage):
+def test_damaged_checkpoint(finished, tmp_path):
     """It is refused, the generation before it is named, and that one goes on."""
     out = copy_of(finished[0], tmp_path)
     whole = (out / "ckpt.pt").read_bytes()
-    bit = bytearray(whole)
-    bit[len(whole) // 2] ^= 4
-    wrong = dict(half=whole[:len(whole) // 2], empty=b"", text=b"text", start=whole[:5000], bit=bit)
-    if damage == "gone":
-        (out / "ckpt.pt").unlink()
-    else:
-        (out / "ckpt.pt").write_bytes(wrong[damage])
     before = (out / "log.jsonl").read_bytes()
-    with pytest.raises(SystemExit, match="error: resume: .*ckpt.pt (is damaged|does not)") as e:
-        train_here("--resume=True", f"--out_dir={out}")
-    assert "\n" not in str(e.value) and (out / "log.jsonl").read_bytes() == before
-    assert str(e.value).endswith(f"{out}/ckpt-previous.pt is whole and holds step 2: rename it to "
-                                 "ckpt.pt and resume from it")
+    for wrong in (whole[:len(whole) // 2], b"", b"text", None):
+        (out / "ckpt.pt").write_bytes(wrong) if wrong is not None else (out / "ckpt.pt").unlink()
+        with pytest.raises(SystemExit, match="^error: resume: .*ckpt.pt (is damaged|does not).*; "
+                           f"{out}/ckpt-previous.pt is whole and holds step 2: rename it to "
+                           "ckpt.pt and resume from it$"):
+            train_here("--resume=True", f"--out_dir={out}")
+        assert (out / "log.jsonl").read_bytes() == before
     os.replace(out / "ckpt-previous.pt", out / "ckpt.pt")
-    if damage == "half":  # the others would go on from the same files
-        train_here("--resume=True", f"--out_dir={out}")
-        assert kills.differences(finished[0], out) == []
+    train_here("--resume=True", f"--out_dir={out}")
+    assert kills.differences(finished[0], out) == []
 
 
 def test_every_flipped_bit_is_found(tmp_path):
-    """200 flips anywhere in the file; torch alone loads most of them as other weights."""
+    """60 flips anywhere in the file; torch alone loads most of them as other weights."""
     path, flipped = str(tmp_path / "ckpt.pt"), str(tmp_path / "flipped")
     state = dict(step=3, learner=[torch.randn(60, 20)], name="x")
     write_checkpoint(path, state)
     again = support.checkpoint.read_checkpoint(path)
     assert torch.equal(again["learner"][0], state["learner"][0]) and again["name"] == "x"
     whole, rng, unnoticed = open(path, "rb").read(), random.Random(0), 0
-    for _ in range(200):
+    for _ in range(60):
         wrong = bytearray(whole)
         wrong[rng.randrange(len(wrong))] ^= 1 << rng.randrange(8)
         with open(flipped, "wb") as f:
@@ -528,7 +484,7 @@ def test_every_flipped_bit_is_found(tmp_path):
             unnoticed += not torch.equal(loaded, state["learner"][0])
         except Exception:  # whatever the wrong bit leads to
             pass
-    assert unnoticed > 50  # the control
+    assert unnoticed > 15  # the control
 
 
 def first_master(state):
@@ -540,9 +496,6 @@ def test_checkpoints_of_another_kind(finished, tmp_path):
     out = copy_of(finished[0], tmp_path)
     for say, change in (
             ("step -1 and sizes", lambda s: s.update(step=-1)),
-            ("step must be of type int, got bool", lambda s: s.update(step=True)),
-            ("memory must be of type dict, got list", lambda s: s.update(memory=[])),
-            ("period was tensor", lambda s: s["config"].update(period=torch.zeros(3))),
             ("seed was false in", lambda s: s["config"].update(seed=False)),
             ("learner must be of type dict, got NoneType", lambda s: s.pop("learner")),
             ("sizes .None, ", lambda s: s["sizes"].pop("log.jsonl")),
@@ -551,8 +504,6 @@ def test_checkpoints_of_another_kind(finished, tmp_path):
             ("not finite numbers", lambda s: s["learner"]["masters"][0].fill_(float("nan"))),
             ("optimizer state does not fit", lambda s: s["learner"].pop("optimizer")),
             ("optimizer state does not fit", lambda s: first_master(s).pop("exp_avg")),
-            ("optimizer state does not fit",
-             lambda s: s["learner"]["optimizer"].update(param_groups=torch.zeros(1, 1))),
             ("optimizer state does not fit",
              lambda s: first_master(s).update(exp_avg=torch.zeros(3)))):
         state = read_checkpoint(finished[0])
@@ -578,132 +529,40 @@ def test_a_log_that_was_lost(finished, tmp_path, capsys):
 
 # others' code in this process
 
-ASK = ["--reward=mine:score", "--steps=2", "--eval_every=9", "--save_every=9", "--out_dir=out"]
-DIGITS = """
-def digits(text):
-    return sum(map(str.isdigit, text)) / max(1, len(text))
-"""
-# four responses of the evaluation, eight of each step: the second step has none of the first 12
-FAILS = DIGITS + """
-import asyncio
-calls = 0
-class Stop(BaseException): pass
-def score(row, text, tokens):
-    global calls
-    calls += 1
-    if calls > 4 + 4 + 8:
-        raise {}
-    return digits(text)
-"""
-
-
-@pytest.mark.parametrize("what", ["asyncio.CancelledError()", "Stop('now')", "GeneratorExit",
-                                  "SystemExit(0)", "KeyboardInterrupt", "MemoryError()"])
-def test_whatever_a_reward_raises_saves_first(what, mine):
-    """One line, and the step before it is not lost."""
-    mine(FAILS.format(what))
-    name = what.split("(")[0].split(".")[-1]
-    with pytest.raises(SystemExit, match=r"^error: the reward of training problem 2 .* raised "
-                       rf"{name}.* \(.*mine.py:.*ckpt.pt holds step 1$"):
-        train_here(*ASK)
-    assert read_checkpoint("out")["step"] == 1
-    if what == "GeneratorExit":  # all go on from the same files
-        mine(DIGITS + "def score(row, text, tokens): return digits(text)\n")
-        train_here(*ASK, "--resume=True")
-        assert len(read_log("out")[1]) == 2
-
-
-def test_a_failure_while_it_is_imported(mine, ctrl_c):
-    """So with a config file; a real Ctrl-C stays one."""
-    mine("import asyncio\nraise asyncio.CancelledError\n")
-    with pytest.raises(SystemExit, match="^error: reward: cannot import mine .*CancelledError"):
-        train_here(*ASK)
-    with open("config.py", "w") as f:
-        f.write("class Stop(BaseException): pass\nraise Stop('no')\n")
-    with pytest.raises(SystemExit, match="^error: config.py: Stop no$"):
-        train_here("config.py", "--out_dir=out")
-    mine("raise KeyboardInterrupt\n")
-    with pytest.raises(SystemExit) as e:
-        train_here(*ASK)
-    assert e.value.code == 130
-
-
-WORKER = """
-import os, time
-def score(row, text, tokens):
-    pid = os.fork()
-    if pid:
-        print(pid, file=open("pid", "w"), flush=True)
-    time.sleep(100)
-"""
-
-
-def train_in(folder, *args):
-    os.chdir(folder)
-    train.main([*FAST, *args])
-
-
-def test_a_child_of_a_reward_holds_no_lock(mine, tmp_path):
-    """After kill -9 of the run another one may begin, though the child still works; it answers
-    SIGTERM. The control: the run's own process holds it."""
-    mine(WORKER)
-    process = Forked(tmp_path / "said", train_in, os.getcwd(), *ASK)
-    while process.poll() is None and not (os.path.exists("pid") and open("pid").read()):
-        time.sleep(0.02)
-    pid = int(open("pid").read())
-    with pytest.raises(ValueError, match="in use by another process"):
-        hold("out")
-    process.kill()
-    assert process.wait() == -signal.SIGKILL
-    os.kill(pid, 0)  # it is there
-    hold("out")
-    os.close(HELD.popitem()[1])
-    os.kill(pid, signal.SIGTERM)
-    for _ in range(200):
-        try:
-            with open(f"/proc/{pid}/stat") as f:
-                if f.read().rpartition(")")[2].split()[0] == "Z":
-                    return
-        except FileNotFoundError:
-            return
-        time.sleep(0.02)
-    os.kill(pid, signal.SIGKILL)
-    raise AssertionError("it did not end")
-
-
+ASK = ["--reward=mine:reward", "--steps=2", "--eval_every=9", "--save_every=9", "--out_dir=out"]
 FORKS = """
 import multiprocessing, os, sys, time
+os.chdir("/")
 codes = []
-{}
 def ended_by_sigterm():
     child = multiprocessing.get_context("fork").Process(target=time.sleep, args=(100,))
     child.start()
     child.terminate()
     child.join(20)
     codes.append(child.exitcode)
-def score(row, text, tokens):
+def reward(row, text, tokens):
+    os.chdir("/")
     {}
-    return digits(text)
+    return sum(map(str.isdigit, text)) / max(1, len(text))
 """
 COMES_BACK = """pid = os.fork()
     if not pid: {}
     codes.append(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]))"""
 
 
-@pytest.mark.parametrize("imported, called, code", [
-    ("", COMES_BACK.format("sys.exit(3)"), 3), ("", COMES_BACK.format("raise ValueError"), 1),
-    ("", COMES_BACK.format("return 0"), 0), ("", "codes or ended_by_sigterm()", -signal.SIGTERM),
-    ("", "os.chdir('/')", None), ("os.chdir('/')", "pass", None)])
-def test_what_a_reward_does_to_its_process(imported, called, code, mine):
+@pytest.mark.parametrize("called, code", [
+    (COMES_BACK.format("sys.exit(3)"), 3), (COMES_BACK.format("raise ValueError"), 1),
+    (COMES_BACK.format("return 0"), 0), ("codes or ended_by_sigterm()", -signal.SIGTERM)])
+def test_what_a_reward_does_to_its_process(called, code, mine):
     """A child ends where the reward does: else two processes would go on with one run. SIGTERM ends
     one, which the run would answer only after its step. All goes on in the folder where it began,
-    and so does what is asked next."""
-    mine(DIGITS + FORKS.format(imported, called))
+    whose model and problems have relative names."""
+    mine(FORKS.format(called))
     here = os.getcwd()
     shutil.copytree(TINY, "M")
     write_problems("p.jsonl", range(20))
     train_here(*ASK, "--steps=1", "--model=./M", "--task=p.jsonl")
-    assert set(sys.modules["mine"].codes) == ({code} if code is not None else set())
+    assert set(sys.modules["mine"].codes) == {code}
     assert os.getcwd() == here and len(read_log("out")[1]) == 1
 
 
@@ -759,7 +618,6 @@ def test_a_file_system_without_locks(tmp_path, monkeypatch, capsys):
             raise OSError(number, os.strerror(number))
         return flock
 
-    run_file.tell_once.cache_clear()
     with monkeypatch.context() as m:
         m.setattr("fcntl.flock", refused(errno.ENOLCK))
         train_here("--steps=1", "--eval_every=9", f"--out_dir={tmp_path / 'out'}")
@@ -776,10 +634,8 @@ def test_a_clock_that_goes_back(tmp_path, monkeypatch):
     clock = iter(range(10**6))
     monkeypatch.setattr(time, "time", lambda: moment - 100 * next(clock))
     train_here("--steps=1", f"--out_dir={tmp_path / 'out'}")
-    with open(tmp_path / "out" / "log.jsonl") as f:
-        rows = [row for row in map(json.loads, f) if row["kind"] == "step"]
-    assert all(0 < row["rollout_s"] < 60 and 0 < row["learn_s"] < 60 for row in rows)
-    assert all(row["tokens_per_s"] < 10**6 for row in rows)
+    _, row, _ = map(json.loads, (tmp_path / "out" / "log.jsonl").read_text().splitlines())
+    assert 0 < row["rollout_s"] < 60 and 0 < row["learn_s"] < 60 and row["tokens_per_s"] < 10**6
     assert time.time() > time.time()  # the control
 
 
@@ -839,44 +695,33 @@ def test_write_whole(tmp_path, monkeypatch):
     assert open(path).read() == "new" and os.listdir(tmp_path) == ["file"]
 
 
-@pytest.mark.parametrize("device", ["gpu", "cpu:0", "cuda:x", "cuda:99"])
-def test_devices_that_are_not_there(device):
-    with pytest.raises(ValueError, match=f"device must be auto|{device} was asked for"):
-        choose_device(SimpleNamespace(device=device))
-
-
-def test_what_auto_means(monkeypatch):
+def test_devices():
     c = SimpleNamespace(device="auto")
     choose_device(c)
     assert c.device == ("cuda" if torch.cuda.is_available() else "cpu")
-    new = dict(is_bf16_supported=lambda including_emulation: True, get_device_name=str)
-    old = dict(new, is_bf16_supported=lambda including_emulation: including_emulation)
-    for card, limit, device, asked, want in (  # the model has 1.1 million parameters
-            (new, 1_000_000, "cuda", "auto", "bfloat16"),
-            (new, 1_000_000, "cpu", "auto", "float32"),
-            (new, 1_000_000, "cuda:1", "auto", "bfloat16"),
-            (new, 2_000_000, "cuda:1", "auto", "float32"),
-            (new, 2_000_000, "cuda", "bfloat16", "bfloat16"),
-            (old, 2_000_000, "cpu", "bfloat16", "bfloat16"),
-            (old, 1_000_000, "cuda", "auto", "float32"),
-            (old, 1_000_000, "cuda", "float16", "float16"),
-            (old, 1_000_000, "cuda", "bfloat16", None)):  # emulated: refused
-        monkeypatch.setattr(run.start, "BFLOAT16_FROM", limit)
-        for name, function in card.items():
-            monkeypatch.setattr(torch.cuda, name, function)
-        c = SimpleNamespace(device=device, dtype=asked)
-        if want is None:
-            with pytest.raises(ValueError, match="no such arithmetic, use --dtype=float16 or"):
-                run.start.choose_dtype(c, TINY)
-            continue
+    for device in ("gpu", "cpu:0", "cuda:x", "cuda:99"):
+        with pytest.raises(ValueError, match=f"device must be auto|{device} was asked for"):
+            choose_device(SimpleNamespace(device=device))
+
+
+# the model has 1.1 million parameters
+@pytest.mark.parametrize("new, limit, device, asked, want", [
+    (True, 1_000_000, "cuda", "auto", "bfloat16"), (True, 1_000_000, "cpu", "auto", "float32"),
+    (True, 1_000_000, "cuda:1", "auto", "bfloat16"), (True, 2_000_000, "cuda:1", "auto", "float32"),
+    (True, 2_000_000, "cuda", "bfloat16", "bfloat16"),
+    (False, 2_000_000, "cpu", "bfloat16", "bfloat16"),
+    (False, 1_000_000, "cuda", "auto", "float32"), (False, 1_000_000, "cuda", "float16", "float16"),
+    (False, 1_000_000, "cuda", "bfloat16", None)])  # emulated: refused
+def test_what_auto_means(new, limit, device, asked, want, monkeypatch):
+    """A card is new if it computes in bfloat16 and does not emulate it."""
+    monkeypatch.setattr(run.start, "BFLOAT16_FROM", limit)
+    monkeypatch.setattr(torch.cuda, "is_bf16_supported",
+                        lambda including_emulation: new or including_emulation)
+    monkeypatch.setattr(torch.cuda, "get_device_name", str)
+    c = SimpleNamespace(device=device, dtype=asked)
+    if want is None:
+        with pytest.raises(ValueError, match="no such arithmetic, use --dtype=float16 or"):
+            run.start.choose_dtype(c, TINY)
+    else:
         run.start.choose_dtype(c, TINY)
         assert c.dtype == want
-
-
-def test_settings_are_kept_with_the_run(finished):
-    with open(os.path.join(finished[0], "config.json")) as f:
-        c = json.load(f)
-    assert c["group"] == 4 and c["budget"] == 24 and c["device"] == "cpu"
-    state = read_checkpoint(finished[0])
-    assert c == dict(state["config"], identity=state["identity"])
-    assert c["identity"].keys() == {"model"}

@@ -22,13 +22,13 @@ from conftest import (
     STOP,
     TINY,
     at_call,
+    contents,
     copy_of,
     learn,
     learner,
     prompts,
     read_checkpoint,
     read_log,
-    run_train,
     same_weights,
     share_of_digits,
     some_rewards,
@@ -43,20 +43,19 @@ from kvcache import EVICT, SPREAD, Eviction, NotFinite
 from model import Transformer
 from objectives.dpo import DPO
 from rollout import generate
-from run.evaluate import check_best, cut_at, decode, evaluate, texts_of
+from run.evaluate import check_best, evaluate
 from run.learn import Metrics, micro_batches, quantile, summary
+from run.rewards import cut_at, decode
 from run.settings import (
     CHOICES,
     OF_OBJECTIVES,
     RANGES,
     eviction_of,
-    eviction_of_evaluation,
     identity_of,
     problems_at,
 )
 from run.start import check_memory, set_up
 from support.checkpoint import write_checkpoint
-from support.run import read_list
 
 # a whole run
 
@@ -65,27 +64,27 @@ def test_run_leaves_what_it_promises(finished):
     lines = printed.strip().splitlines()
     assert lines[-1].startswith("held-out reward with the compressed cache: ")
     assert "bytes kept" in lines[-8] and "first held-out problem" in lines[-7]
-    assert sum(line.startswith("step ") for line in lines) == 4
-    assert sum(line.startswith("eval ") for line in lines) == 3
-    evals, steps = read_log(out)
+    kinds = "eval step step eval step step eval".split()
+    assert [line[:4] for line in lines if line.startswith(("step ", "eval "))] == kinds
+    rows = [json.loads(line) for line in Path(out, "log.jsonl").read_text().splitlines()]
+    assert [(list(r)[0], r["kind"]) for r in rows] == [("kind", kind) for kind in kinds]
+    evals, steps = ([r for r in rows if r["kind"] == kind] for kind in ("eval", "step"))
     assert [r["step"] for r in steps] == [0, 1, 2, 3] and [r["step"] for r in evals] == [0, 2, 4]
-    with open(os.path.join(out, "log.jsonl")) as f:
-        rows = [json.loads(line) for line in f]
-    assert [list(r)[0] for r in rows] == ["kind"] * 7
-    assert [r["kind"] for r in rows] == "eval step step eval step step eval".split()
-    for r in [r for r in rows if r["kind"] == "step"]:
+    for r in steps:
         assert r["length"] == r["tokens"] / 8 and 1 <= r["length"] <= 5
         assert r["tokens_per_s"] == pytest.approx(r["tokens"] / r["rollout_s"])
         assert r["lr"] == pytest.approx(3e-4 * (r["step"] + 1) / 6)  # five steps of warm-up
-    for r in steps:
         assert r["gap_max"] <= 1e-4  # the replay identity, in the loop itself
         assert r["kv_kept"] < r["kv_dense_shared"] < r["kv_dense"]
-        assert 0 < r["accept_p05"] <= r["accept"] <= 1
-        assert r["grad_norm"] > 0
-    with open(os.path.join(out, "samples.txt")) as f:
-        samples = f.read()
+        assert 0 < r["accept_p05"] <= r["accept"] <= 1 and r["grad_norm"] > 0
+    samples = Path(out, "samples.txt").read_text()
     assert samples.count("--- step") == 2 * 3  # two responses of steps 0, 2, 3
     assert samples.count("\nAnswer:\n>>> ") == 2 * 3  # the end of the prompt, as it was encoded
+    config = json.loads(Path(out, "config.json").read_text())
+    assert config["group"] == 4 and config["budget"] == 24 and config["device"] == "cpu"
+    state = read_checkpoint(out)
+    assert config == dict(state["config"], identity=state["identity"])
+    assert config["identity"].keys() == {"model"}
 
 
 def test_what_was_saved_loads(finished, tmp_path):
@@ -99,85 +98,48 @@ def test_what_was_saved_loads(finished, tmp_path):
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
-def test_default_device_on_a_gpu(tmp_path):
+def test_default_device_on_a_gpu(tmp_path, capsys):
     """The card is found, and two runs with one seed write equal lines; another seed does not."""
     def rows(name, *more):
-        out = tmp_path / name
-        code, printed, errors = run_train("--device=auto", f"--out_dir={out}", *more)
-        assert code == 0 and "Triton kernel" in printed, errors
-        evals, steps = read_log(out)
-        return evals + steps
+        train_here("--device=auto", f"--out_dir={tmp_path / name}", *more)
+        assert "Triton kernel" in capsys.readouterr().out
+        return sum(read_log(tmp_path / name), [])
     first = rows("a")
     assert first == rows("b") and first != rows("c", "--seed=1") and len(first) == 7
 
 
-def test_problem_files(tmp_path):
-    """A file is checked as a whole before anything else happens, and a good one trains."""
-    file, out = tmp_path / "p.jsonl", tmp_path / "out"
-    good = write_problems(file, range(20)).read_text().splitlines()
-    too_long = json.dumps(dict(prompt="apple " * 300, answer="1"))
-    for lines, say in (([*good, too_long], "1 of 21 prompts .* prompt_tokens=64, .* has 3.. "),
-                       ([*good, "{"], "p.jsonl:21 is not JSON"),
-                       ([], "holds no problem"),
-                       (good[:5], "p.jsonl: 5 problems are too few: one in 10 is held out; at "
-                        "least 10, or --eval_task=FILE$"),
-                       (good[:9] * 2, "9 problems .*=FILE .*p.jsonl: 9 of 18 problems stand there "
-                        r"again and are left out\)$"),
-                       ([*good, '{"prompt": "x", "answer": null}'], ":21 needs")):
-        file.write_text("\n".join(lines))
-        with pytest.raises(SystemExit, match=say):
-            train_here(f"--task={file}", f"--out_dir={out}")
-        assert not out.exists()
-    file.write_text("\n".join(good))
-    train_here(f"--task={file}", "--steps=1", f"--out_dir={out}")
-    assert len(read_log(out)[1]) == 1
-
-
-def test_nothing_is_evicted(tmp_path, capsys):
+def test_nothing_is_evicted(tmp_path, monkeypatch, capsys):
     """It is said where a budget holds the longest prompt that there is, not the longest that there
-    might be, and no response key can go."""
+    might be, and no response key can go. Of a task of one's own the prompts of the first step,
+    which may be far below prompt_tokens, tell."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setitem(TASKS, "short_words:task", None)  # forgotten afterwards
+    (tmp_path / "short_words.py").write_text(MINE)
     file = write_problems(tmp_path / "p.jsonl", range(10, 30))
-
-    def said(*ask):
-        set_up([*FAST, "--dry_run=True", f"--task={file}", "--max_new_tokens=17", *ask],
-               train.settings, train.OBJECTIVES)
-        lines = capsys.readouterr().out.splitlines()
-        return [line for line in lines if line.startswith("nothing is evicted: ")]
-
-    n = len(prompt_encoder(Tokenizer(TINY))("The code is 10. What is it?"))
-    line = f"nothing is evicted: the longest prompt has {n} tokens, budget is "
     small = ["--window=4", "--sinks=0"]
+
+    def said(*ask, task=file):
+        job = set_up([*FAST, "--dry_run=True", f"--task={task}", "--max_new_tokens=17", *ask],
+                     train.settings, train.OBJECTIVES)
+        lengths.append(max(map(len, job.problems.get("train", range(2))[1])))
+        return [line for line in capsys.readouterr().out.splitlines() if "nothing is evict" in line]
+
+    n, lengths = len(prompt_encoder(Tokenizer(TINY))("The code is 10. What is it?")), []
+    line = f"nothing is evicted: the longest prompt has {n} tokens, budget is "
     assert said() == [f"{line}24"] == said("--response_budget=17")
     assert said(*small, f"--budget={n}") == [f"{line}{n}"]
     assert said(*small, f"--budget={n - 1}") == said("--evict=none") == []
     # of 16 keys: chosen from every 8 steps, the second time after the last token that sees one
     assert said(*small, "--response_budget=8", "--period=8") == [f"{line}24"]
     assert said(*small, "--response_budget=7", "--period=8") == []
-    kv = ["--task=kv", "--prompt_tokens=64"]
-    assert said(*kv, "--budget=63") == []
-    assert said(*kv, "--budget=64") == [
+    assert said("--prompt_tokens=64", "--budget=63", task="kv")[0].startswith(
+        "nothing is evicted from the first 2 prompts: ")
+    assert said("--prompt_tokens=64", "--budget=64", task="kv") == [
         "nothing is evicted: the longest prompt has 64 tokens, budget is 64"]
-
-
-def test_nothing_is_evicted_from_a_task_of_your_own(tmp_path, monkeypatch, capsys):
-    """Its prompts may be far below prompt_tokens: those of the first step tell."""
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setitem(TASKS, "short_words:task", None)  # forgotten afterwards
-    (tmp_path / "short_words.py").write_text(MINE)
-
-    def said(*ask):
-        job = set_up([*FAST, "--dry_run=True", "--task=short_words:task", *small, *ask],
-                     train.settings, train.OBJECTIVES)
-        lines = capsys.readouterr().out.splitlines()
-        lengths = map(len, job.problems.get("train", range(2))[1])
-        return max(lengths), [line for line in lines if line.startswith("nothing is evicted")]
-
-    small = ["--window=4", "--sinks=0"]
-    n, lines = said("--budget=24")
-    line = f"nothing is evicted from the first 2 prompts: the longest has {n} tokens, budget is "
-    assert n < 24 and lines == [f"{line}24"]
-    assert said(f"--budget={n}")[1] == [f"{line}{n}"]
-    assert said(f"--budget={n - 1}")[1] == said("--evict=none")[1] == []  # controls
+    lines = said(*small, "--budget=24", task="short_words:task")
+    line = f"nothing is evicted from the first 2 prompts: the longest has {lengths[-1]} tokens, "
+    assert lengths[-1] < 24 and lines == [f"{line}budget is 24"]
+    assert said(*small, f"--budget={lengths[-1] - 1}", task="short_words:task") == []  # control
 
 
 # settings
@@ -186,38 +148,25 @@ def test_nothing_is_evicted_from_a_task_of_your_own(tmp_path, monkeypatch, capsy
     ("unknown key 'bugdet'; the nearest is 'budget'", ["--bugdet=32"]),
     (f"evict must be one of {', '.join(EVICT)}, or module:name, got 'snap'", ["--evict=snap"]),
     ("top_p is not offered", ["--top_p=0.9"]),
-    ("top_k is not offered", ["--top_k=50"]),
     ("template must hold a JSON object", ["--template=[1]"]),
-    ("template is not valid JSON", ["--template={enable_thinking: false}"]),
-    ("budget 18 must be above window + sinks", ["--evict=none", "--budget=18"]),
-    ("lr must be a finite number", ["--lr=nan"]),
-    ("device must be auto, cpu, cuda or cuda:N", ["--device=gpu"]),
     ("out_dir is empty", ["--out_dir="]),
-    ("group must be at least 2", ["--group=1"]),
     ("group must be at least 2", ["config/dpo.py", "--group=1"]),
     ("objective must be one of grpo, ppo, dpo", ["--objective=nothing"]),
     ("learner=shadow both are one policy", ["--correction=tis"]),
     ("evict=none, learner=dense both are one policy", ["config/tis.py", "--evict=none"]),
     ("correction=tis with ratio_to=sampler would count", ["config/tis.py", "--ratio_to=sampler"]),
     ("beta=0.2: objective=grpo does not use it; it uses correction, ", ["--beta=0.2"]),
-    ("ratio_to=sampler: objective=dpo does not use it", ["config/dpo.py", "--ratio_to=sampler"]),
-    ("ref_kl=0.1: objective=dpo does not use it", ["config/dpo.py", "--ref_kl=0.1"]),
     ("response_budget 16 must be above the window of 16", ["--response_budget=16", "--window=16"]),
     ("eval_evict must be one of auto, snapkv", ["--eval_evict=none"]),
-    ("correction=tis: objective=dpo does not use it", ["config/tis.py", "--objective=dpo"]),
     ("budget 20 must be above window + sinks", ["--budget=20", "--window=16", "--sinks=4"]),
     ("unknown task 'needel'", ["--task=needel"]),
     ("nofile.jsonl", ["--task=nofile.jsonl"]),
     ("task 'mine.json': a file must end in .jsonl", ["--task=mine.json"]),
-    ("task 'README.md': a file must end in .jsonl", ["--task=README.md"]),
     ("task kv4 needs at least 163 tokens, got prompt_tokens=128", ["--prompt_tokens=128"]),
     ("'/no/such/path': no such folder", ["--model=/no/such/path"]),
-    ("no such config file", ["config/nothing.py"]),
     ("exceed the model's context", ["--prompt_tokens=100000"]),
     ("does not exist", ["--resume=True"]),
     ("neither a local folder nor", ["--model=no/such-model"]),
-    pytest.param("torch finds no CUDA", ["--device=cuda"], marks=pytest.mark.skipif(
-        torch.cuda.is_available(), reason="there is one")),
 ])
 def test_bad_input(say, args, tmp_path, monkeypatch):
     """One line that names the culprit, a non-zero exit, nothing written."""
@@ -352,6 +301,8 @@ def test_micro_batches_of_every_term(changes, control, monkeypatch):
         assert 0 < log["rejected"] < 1 and 0 < log["weight"] < 1
     if "learner" not in changes:
         assert log["gap_max"] <= 1e-4
+    if "teacher" in changes:  # the student alone is replayed where it is the learner
+        assert ("accept" in log) == ("distill_to" not in changes)
     if isinstance(control, tuple):
         monkeypatch.setattr(*control)
         control = {}
@@ -521,65 +472,21 @@ def test_the_kl_to_the_initial_model_by_hand(objective, policy):
     assert all((x == 0).all() for x in none)  # control
 
 
-@pytest.mark.parametrize("term, changes", [
-    ("ref_kl", dict(ref_kl=0.5)), ("kl", dict(teacher="initial")),
-    ("kl", dict(teacher="initial", distill_to="shadow"))])
-def test_nothing_pulls_at_the_start(term, changes):
-    """The model is the initial one until its first update."""
-    net, initial = toy(), toy()
-    c, objective, opt = learner(net, initial=initial, distill_on="all", **changes)
-    teacher = initial if c.teacher == "initial" else None
-    r, found = sampled(net), []
-    for _ in range(2):
-        log = learn(net, opt, objective, r, rewards=some_rewards(4, 4), c=c, lr=1e-3,
-                    teacher=teacher)
-        found.append(log[term])
-        # the student alone is replayed where it is the learner and needs no other policy
-        assert ("accept" in log) == (c.distill_to != c.learner or teacher is None)
-    assert abs(found[0]) < 1e-6 and found[1] > 1e-4
-
-
-@pytest.mark.parametrize("changes", [["--ref_kl=0.5"], ["--teacher=initial"]])
-def test_the_initial_model_after_a_resume(changes, tmp_path, monkeypatch):
-    """It is read again: a step and one more are 2. Control: it is another one then."""
-    ask = [*changes, "--warmup=0", "--eval_every=99", "--eval_problems=1", "--eval_final=1"]
-    whole, halves, wrong = (tmp_path / x for x in ("whole", "halves", "wrong"))
-    train_here(*ask, "--steps=2", f"--out_dir={whole}")
-    train_here(*ask, "--steps=1", f"--out_dir={halves}")
-    shutil.copytree(halves, wrong)
-    ask += ["--steps=2", "--resume=True"]
-    train_here(*ask, f"--out_dir={halves}")
-    assert same_weights(whole, halves) and read_checkpoint(whole)["step"] == 2
-    load, loaded = Transformer.from_pretrained, []
-
-    def other_the_second_time(*args, **kwargs):
-        loaded.append(load(*args, **kwargs))
-        if len(loaded) == 2:
-            for p in loaded[1].parameters():
-                p.data.mul_(0.9)
-        return loaded[-1]
-
-    monkeypatch.setattr(Transformer, "from_pretrained", other_the_second_time)
-    train_here(*ask, f"--out_dir={wrong}")
-    assert len(loaded) == 2 and not same_weights(whole, wrong)
-
-
 @pytest.mark.parametrize("changes, file, counts", [
-    ("", "M/tokenizer.json", True), ("", "t.jsonl", True), ("", "M/model.safetensors", False),
-    ("--ref_kl=0.5", "M/model.safetensors", True), ("--objective=dpo", "M/model.safetensors", True),
-    ("--teacher=initial", "M/model.safetensors", True),
-    ("--teacher=initial --distill=0", "M/model.safetensors", False), ("", "M/mine.txt", False)])
+    ("", "tokenizer.json", True), ("", "../t.jsonl", True), ("", "model.safetensors", False),
+    ("--ref_kl=0.5", "model.safetensors", True), ("--objective=dpo", "model.safetensors", True),
+    ("--teacher=initial", "model.safetensors", True), ("", "mine.txt", False),
+    ("--teacher=initial --distill=0", "model.safetensors", False)])
 def test_contents_are_part_of_a_run(changes, file, counts, tmp_path):
     """Those of the task and the tokenizer; of weights that are read again. A run that goes on with
     others is refused, see what a run reads may move."""
     task = write_problems(tmp_path / "t.jsonl", range(20))
-    shutil.copytree(TINY, tmp_path / "M")
-    (tmp_path / "M" / "mine.txt").write_text("")
+    model = shutil.copytree(TINY, tmp_path / "M")
+    (model / "mine.txt").touch()
     c = train.settings([*changes.split(), f"--task={task}"])
-    before = identity_of(c, str(tmp_path / "M"))
-    assert before == identity_of(c, str(tmp_path / "M"))
-    (tmp_path / file).write_bytes((tmp_path / file).read_bytes() + b" ")
-    assert (identity_of(c, str(tmp_path / "M")) != before) == counts
+    before = identity_of(c, model)
+    (model / file).write_bytes((model / file).read_bytes() + b" ")
+    assert (identity_of(c, model) != before) == counts
 
 
 def test_numbers_of_several_updates():
@@ -673,21 +580,15 @@ def test_the_learning_rate_of_each_step(schedule, want):
     assert train.learning_rate(c, 0) / c.lr == pytest.approx(0.5)
 
 
-def test_stop_strings(tmp_path, monkeypatch):
+def test_stop_strings(finished, tmp_path, monkeypatch):
     """A response ends with the token that completes one: what stands behind is not rewarded,
-    logged or learned from. Control: without."""
-    seen, lengths, tokens = [], {}, {}
+    logged or learned from. Control: a run without."""
+    seen, out = [], tmp_path / "out"
     monkeypatch.setattr("data.tasks.reward", lambda p, text: seen.append(text) or len(text) / 99)
-    for stop in ("", '["3", "5"]'):
-        out = tmp_path / ("cut" if stop else "whole")
-        seen.clear()
-        train_here("--steps=2", "--eval_every=9", f"--stop={stop}", f"--out_dir={out}")
-        tokens[stop] = sum(row["tokens"] for row in read_log(out)[1])
-        lengths[stop] = [*seen]
-    cut, whole = lengths['["3", "5"]'], lengths[""]
-    assert not any("3" in text or "5" in text for text in cut)
-    assert any("3" in text or "5" in text for text in whole)
-    assert tokens['["3", "5"]'] < tokens[""]
+    train_here("--steps=2", "--eval_every=9", '--stop=["3", "5"]', f"--out_dir={out}")
+    assert len(seen) == 32 and not any("3" in text or "5" in text for text in seen)
+    cut, whole = ([row["tokens"] for row in read_log(x)[1][:2]] for x in (out, finished[0]))
+    assert sum(cut) < sum(whole)
 
 
 def test_what_a_stop_string_cuts():
@@ -701,7 +602,6 @@ def test_what_a_stop_string_cuts():
     assert cut.lengths[0, 0] == 3 and cut.stopped.all() and r.tokens[0, 0, 3] != 0
     assert (cut.tokens[0, 0, 3:] == 0).all() and (cut.logp_roll[0, 0, 3:] == 0).all()
     assert decode(tok, cut, special=False)[0][0] == " coin 476"
-    assert texts_of(tok, cut, ("in 47",))[0][0] == " co"
     assert torch.equal(cut.logp_roll[0, 0, :3], r.logp_roll[0, 0, :3])
     out = replay(net, cut)                                      # and replay is still exact
     assert (out["shadow"] - cut.logp_roll).abs().max() < 1e-5
@@ -717,7 +617,7 @@ def test_quantiles_of_any_number():
     for q in (0.0, 0.05, 0.333, 1.0):
         assert quantile(x, q).item() == pytest.approx(x.quantile(q).item(), abs=1e-6)
     assert quantile(torch.tensor([3.0]), 0.05) == 3
-    many = torch.zeros(2**24 + 1)
+    many = torch.zeros(1).expand(2**24 + 1)
     assert quantile(many, 0.05) == 0
     with pytest.raises(RuntimeError):  # the control: torch's own
         many.quantile(0.05)
@@ -772,8 +672,6 @@ def shout(rng):
 task = (shout, lambda text, answer: float(answer in text) + len(text) / 99)
 answers_alone = shout, lambda answer: 1.0
 three_values = lambda rng: shout(rng)[:3], task[1]
-no_values = lambda rng: None, task[1]
-five = 5
 """
 RAISES = """
 from grpo import GRPO
@@ -806,10 +704,8 @@ def test_what_is_your_own_comes_from_modules(tmp_path, monkeypatch, capsys):
     with pytest.raises(SystemExit, match="own_things:.* has other contents now"):
         train_here(*FAST, *args, "--resume=True", "--steps=3")
     for wrong, says in (("--evict=own_things:nothing", "must define 'nothing', there is none"),
-                        ("--evict=own_things:five", "must be a function, it is 5"),
                         ("--task=own_things:shout", "must be a pair of two functions"),
                         ("--task=own_things:answers_alone", r"\(answer\) must take \(text, answer"),
-                        ("--task=own_things:", "own_things:': one of .*, or module:name"),
                         ("--task=own_things:task:x", "task:x': one of .*, or module:name"),
                         ("--evict=own_things:Mine", "must be a function, it is <class"),
                         ("--evict=own_things:two", r"two\(q, k\) must take \(q, k, eviction\)$"),
@@ -823,14 +719,11 @@ def test_what_is_your_own_comes_from_modules(tmp_path, monkeypatch, capsys):
                          r"loss\(self, out, part, batch\) must take \(self, out, part, batch,"),
                         ("--objective=own_things:Instance",
                          r"check\(self, config\) must take \(config\)"),
-                        ("--objective=no_such:Thing", "objective: cannot import no_such"),
-                        ("--evict=snapvk", "evict must be one of none, snapkv"),
-                        ("--objective=own_things:Mine --clip=0.1", "Mine does not use it")):
+                        ("--objective=no_such:Thing", "objective: cannot import no_such")):
         with pytest.raises(ValueError, match=says):
             train.settings(wrong.split())
     train.settings(["--evict=own_things:three"])  # the control: it is told of no other keys
     for wrong, says in (("--task=own_things:three_values", "draws 3 of them, must be four: facts"),
-                        ("--task=own_things:no_values", "draws None, must be four: facts"),
                         ("--objective=own_things:NoScale", "must hold 'scale', .* it has adv;")):
         with pytest.raises(SystemExit, match=f"^error: .*own_things:.*{says}"):
             train_here(wrong, "--out_dir=wrong", "--overwrite=True")
@@ -887,7 +780,7 @@ def test_float16_skips_what_overflows(rank, monkeypatch):
     assert opt.scale == 2**16
     before = [x.detach().clone() for x in [*net.parameters(), *opt.masters]]
     with_gradient(net, opt, 1.0)
-    assert opt.step(1e-2, 1.0) == 0 and not opt.optimizer.state and not opt.changed
+    assert opt.step(1e-2, 1.0) == 0 and not opt.optimizer.state and not opt.halfway
     assert all(map(torch.equal, before, [*net.parameters(), *opt.masters]))
     assert all(m.grad is None for m in opt.masters)
     assert opt.scaling == dict(loss_scale=2**15, skipped=1) and opt.scale == 2**15
@@ -1012,11 +905,10 @@ def test_float16_lies_nearer_than_bfloat16():
     assert 10 * gaps[torch.float32] < 4 * gaps[torch.float16] < gaps[torch.bfloat16]
 
 
-@pytest.mark.parametrize("name", train.OBJECTIVES)
-def test_a_loss_that_is_not_finite(name, tmp_path, monkeypatch):
+def test_a_loss_that_is_not_finite(tmp_path, monkeypatch):
     """The run stops in one line that names the last checkpoint; it and the log are as they were
     before the step."""
-    loss, out = train.OBJECTIVES[name].loss, tmp_path / "out"
+    loss, out = grpo.GRPO.loss, tmp_path / "out"
     calls = []
 
     def overflows(self, *args, **kwargs):
@@ -1026,81 +918,28 @@ def test_a_loss_that_is_not_finite(name, tmp_path, monkeypatch):
             x = x * float("nan")
         return x, numbers
 
-    monkeypatch.setattr("data.tasks.reward", share_of_digits)  # dpo learns from pairs alone
-    monkeypatch.setattr(train.OBJECTIVES[name], "loss", overflows)
-    with pytest.raises(SystemExit, match="error: the gradient's norm is nan") as e:
-        train_here(f"--objective={name}", "--save_every=1", "--eval_every=9", "--temperature=3",
-                   f"--out_dir={out}")
-    done = len(read_log(out)[1])
-    assert done >= 1 and read_checkpoint(out)["step"] == done
-    assert str(e.value).endswith(f"; {out}/ckpt.pt holds step {done}")
-    assert "\n" not in str(e.value)
+    monkeypatch.setattr(grpo.GRPO, "loss", overflows)
+    with pytest.raises(SystemExit, match="^error: the gradient's norm is nan[^\n]*; "
+                       f"{out}/ckpt.pt holds step 1$"):
+        train_here("--save_every=1", "--eval_every=9", f"--out_dir={out}")
+    assert len(read_log(out)[1]) == 1 == read_checkpoint(out)["step"]
 
 
 def test_what_is_not_finite_is_not_kept(tmp_path, monkeypatch):
-    """Gradients, weights, numbers of the log. The control: after an update weights are kept."""
+    """Weights, numbers of the log. The control: after an update weights are kept."""
     net = toy()
     c, objective, opt = learner(net)
     learn(net, opt, objective, sampled(net), rewards=some_rewards(4, 4), c=c, lr=1e-9)
     opt.state()
-    before = [m.detach().clone() for m in opt.masters]
-    for q in net.parameters():
-        q.grad = torch.full_like(q, torch.nan)
-    with pytest.raises(FloatingPointError, match="norm is nan"):
-        opt.step(1e-3, 1.0)
-    assert all(map(torch.equal, before, opt.masters))
     with torch.no_grad():
         opt.masters[-1][0] = torch.inf
     with pytest.raises(FloatingPointError, match="weights are no longer finite"):
         opt.state()
-
     wrong = dict(reward=float("nan"), tokens=1, truncated=0, equal=0)
     monkeypatch.setattr(train, "facts", lambda *_: wrong)
-    out = tmp_path / "out"
     with pytest.raises(SystemExit, match="reward is nan in step 0"):
-        train_here(f"--out_dir={out}")
-    for line in (out / "log.jsonl").read_text().splitlines():
-        json.loads(line, parse_constant=pytest.fail)
-    assert len(read_log(out)[0]) == 1 and len(read_log(out)[1]) == 0
-
-
-# rewards
-
-@pytest.mark.parametrize("value", [True, 0.5, 0])
-def test_rewards_that_are_numbers(value, tmp_path, monkeypatch):
-    """Of equal ones only the KL is left, which learns nothing from wrong responses."""
-    out = str(tmp_path / "out")
-    monkeypatch.setattr("data.tasks.reward", lambda problem, text: value)
-    train_here("--steps=1", "--distill_on=reward", f"--out_dir={out}")
-    step = read_log(out)[1][0]
-    assert step["reward"] == value == read_log(out)[0][0]["eval_dense"]
-    assert (step["grad_norm"] > 0) == (value > 0)
-
-
-@pytest.mark.parametrize("value, say", [
-    (float("nan"), "got nan"), (10**400, "finite number, got 1000"), (1e39, "got 1e.39"),
-    (ZeroDivisionError("by\nzero"), "raised ZeroDivisionError: by zero")])
-def test_rewards_that_are_none(value, say, tmp_path, monkeypatch):
-    """The run stops before the update, names the problem and keeps the checkpoint; also in an
-    evaluation."""
-    def judged(problem, text):
-        asked.append(problem)
-        if len(asked) <= good:
-            return 1.0
-        if isinstance(value, Exception):
-            raise value
-        return value
-
-    monkeypatch.setattr("data.tasks.reward", judged)
-    # eight of an evaluation, then the second response to problem 1 of the first step
-    for good, name, kept in ((8 + 5, "training problem 1", "holds step 0"),
-                             (2, "held-out problem 2", "nothing was saved")):
-        asked, out = [], tmp_path / str(good)
-        with pytest.raises(SystemExit, match=f"error: the reward of {name}.*Repeat.*{say}") as e:
-            train_here("--steps=2", f"--out_dir={out}")
-        assert str(e.value).endswith(kept) and "\n" not in str(e.value)
-        assert os.path.exists(out / "ckpt.pt") == (kept == "holds step 0")
-        assert len(asked) == good + 1
+        train_here(f"--out_dir={tmp_path / 'out'}")
+    assert [len(rows) for rows in read_log(tmp_path / "out")] == [1, 0]
 
 
 # what fits
@@ -1131,7 +970,7 @@ def test_which_cache_judges_an_arm_without_eviction(tmp_path, monkeypatch):
     like the arm that evicts so, to the last digit; with another cache it is not."""
     monkeypatch.setattr("data.tasks.reward", share_of_digits)
     asked = ["--response_budget=12", "--period=4", "--window=8", "--max_new_tokens=17",
-             "--eval_final=8", "--steps=1", "--eval_every=9"]
+             "--steps=1", "--eval_every=9"]
     evals, kept = {}, {}
     for name, more in dict(snapkv=["--evict=snapkv"], none=["--evict=none"], rkv=["--evict=rkv"],
                            named=["--evict=none", "--eval_evict=rkv"]).items():
@@ -1172,11 +1011,10 @@ def test_every_seed_is_measured_on_the_same_problems(tmp_path, monkeypatch):
     monkeypatch.setattr("data.tasks.reward", share_of_digits)
     rows = []
     for seed in (0, 1):
-        out = tmp_path / str(seed)
         train_here(f"--seed={seed}", "--evict=random", "--steps=1", "--eval_final=16",
-                   f"--out_dir={out}")
-        rows.append(read_log(out))
-    (first, _), (same, _) = rows[0][0], rows[1][0]
+                   f"--out_dir={tmp_path / str(seed)}")
+        rows.append(read_log(tmp_path / str(seed)))
+    first, same = rows[0][0][0], rows[1][0][0]
     assert first == same and 0 < first["eval_dense"]
     assert rows[0][1][0]["gap"] != rows[1][1][0]["gap"]
     tok = Tokenizer(TINY)
@@ -1184,19 +1022,6 @@ def test_every_seed_is_measured_on_the_same_problems(tmp_path, monkeypatch):
         "kv", tok, seed=seed, tokens=96, n_eval=4).get(split, range(4))[0]]
         for split in ("eval", "train") for seed in (0, 1)}
     assert texts["eval", 0] == texts["eval", 1] and texts["train", 0] != texts["train", 1]
-
-
-def test_the_first_held_out_problem():
-    """eval_first skips; what is trained on stays."""
-    tok = Tokenizer(TINY)
-
-    def texts(split, indices, **how):
-        problems = Problems("kv", tok, seed=0, tokens=96, n_eval=4, **how)
-        return [p.text for p in problems.get(split, indices)[0]]
-
-    assert texts("eval", range(4), eval_first=3) == texts("eval", range(3, 7))
-    assert texts("eval", range(4), eval_first=3) != texts("eval", range(4))
-    assert texts("train", range(4), eval_first=3) == texts("train", range(4))
 
 
 def test_evaluate(monkeypatch):
@@ -1231,22 +1056,6 @@ def test_evaluate(monkeypatch):
     assert narrow["accept"] < got["accept"]  # control
 
 
-def test_which_compressed_cache_evaluates():
-    """An arm that evicts nothing is judged with the cache that it is told, SnapKV otherwise; its
-    own rollouts keep all keys, of responses too."""
-    keys = ["--budget=40", "--window=8", "--response_budget=12", "--period=4"]
-    own, named = train.settings([*keys, "--evict=rkv"]), ["--evict=none", "--eval_evict=rkv"]
-    same = dict(budget=40, window=8, sinks=2, pool=7, response_budget=12, period=4)
-    assert eviction_of_evaluation(own) == eviction_of(own) == Eviction("rkv", **same)
-    dense = train.settings([*keys, *named])
-    assert eviction_of_evaluation(dense) == Eviction("rkv", **same)
-    assert eviction_of(dense).method == "none"
-    assert eviction_of(dense).response_budget is None
-    assert [eviction_of(config).response_slots(R) for R in (17, 100)
-            for config in (own, dense)] == [16, 16, 16, 99]
-    assert eviction_of_evaluation(train.settings([*keys, "--evict=none"])).method == "snapkv"
-
-
 # what is new: spreads of the budget, methods that somebody adds
 
 @pytest.mark.parametrize("spread", SPREAD)
@@ -1260,35 +1069,23 @@ def test_the_start_promises_what_the_end_keeps(spread, tmp_path, capsys):
     assert (spread == "uniform") == ("on average" not in printed)
 
 
-def test_scores_that_are_not_finite_end_a_run_in_one_line(tmp_path, monkeypatch):
-    def broken(q, k, e, elsewhere=None):
-        return torch.full((k.shape[1], len(k)), float("nan"))
-    monkeypatch.setitem(EVICT, "broken", broken)
-    with pytest.raises(SystemExit) as e:
-        train_here("--evict=broken", "--steps=1", f"--out_dir={tmp_path / 'out'}")
-    assert str(e.value) == ("error: eviction method 'broken' gave scores that are not finite; "
-                            "nothing was saved")
-
-
 def test_pipes_are_refused(finished, tmp_path):
     """Where a file is read a pipe would be waited for."""
+    out = copy_of(finished[0], tmp_path)
     for name in ("ckpt.pt", "log.jsonl", "config.json"):
-        out = tmp_path / name
-        shutil.copytree(finished[0], out)
-        os.remove(out / name)
+        whole = (out / name).read_bytes()
+        (out / name).unlink()
         os.mkfifo(out / name)
         if name != "config.json":  # which a resume writes and does not read
             with pytest.raises(SystemExit, match=f"error: resume: .*{name}.* is no regular file"):
                 train_here("--resume=True", f"--out_dir={out}")
         with pytest.raises(SystemExit, match="holds .*which no run|holds another run"):
             train_here(f"--out_dir={out}")
+        (out / name).unlink()
+        (out / name).write_bytes(whole)
 
 
 # what a run writes into its folders, and what of it goes on
-
-def contents(folder):
-    return {path.name: path.read_bytes() for path in sorted(folder.iterdir())}
-
 
 def test_what_a_run_reads_may_move(tmp_path, monkeypatch):
     """The folder of the model goes while the run lasts; resumed, it and the task file have other
@@ -1343,25 +1140,3 @@ def test_what_best_holds(there, step, evals, want, tmp_path, capsys):
     check_best(run)
     assert run.memory.get("best", {}).get("step") == want
     assert ("does not hold the model of step 0" in capsys.readouterr().out) == (want != 0)
-
-
-def test_models_come_back(finished, tmp_path, monkeypatch):
-    """A run that was cut while it wrote a model: the list says so, the next one writes it."""
-    out = copy_of(finished[0], tmp_path)
-    shutil.rmtree(out / "best")
-
-    def fails(self, path):
-        raise OSError("no space left")
-
-    with monkeypatch.context() as patched:
-        patched.setattr(Transformer, "save_pretrained", fails)
-        with pytest.raises(SystemExit, match="error: no space left"):
-            train_here("--resume=True", f"--out_dir={out}")
-    cut = [name for name in ("model", "best") if (out / name).exists()
-           and read_list(out / name)[0] is None and read_list(out / name)[1]]
-    assert len(cut) == 1 and read_list(finished[0] + "/" + cut[0])[0] is not None  # control
-    train_here("--resume=True", f"--out_dir={out}")
-    assert contents(out / "model") == contents(Path(finished[0]) / "model")
-    assert read_list(out / "best")[0] == 4  # step 4 is here, whatever was the best before
-    best, last = (contents(out / name)["model.safetensors"] for name in ("best", "model"))
-    assert best == last

@@ -21,7 +21,7 @@ R = 10
 
 def sampled(model, evict):
     r = generate(model, prompts(61, 40), 2, R, eviction=Eviction(evict, **SMALL), seed=1)
-    return r, variance.score(model, r)
+    return r, variance.log_probs(model, r)
 
 
 @pytest.fixture(scope="module")
@@ -99,7 +99,7 @@ def test_gradients_and_weights_by_hand(model, evicted, n=4):
         assert (sq[arm] - sq["shadow"]).abs().max() > 0.1  # each another gradient than that
     last, first = (measured(model, r, logp, n, layer=layer)[0]["naive"] for layer in (-1, 0))
     assert (last < sq["naive"]).all() and (last != first).all()  # of a part of the parameters
-    for policy, whole in variance.score(model, part).items():  # a prefix scores as in the whole
+    for policy, whole in variance.log_probs(model, part).items():  # a prefix scores as in the whole
         assert torch.allclose(whole, logp[policy][..., :n], atol=1e-4)
 
 
@@ -135,13 +135,13 @@ def test_floor_against_all_responses():
     tokens = torch.cartesian_prod(torch.arange(12), torch.arange(12))[None]     # (1, 144, 2)
     every = replace(mu, tokens=tokens, lengths=mu.lengths[:, :144],
                     until=mu.until[:, :, :, :144], logp_roll=mu.logp_roll[:, :144])
-    s = {k: x.double().sum(-1)[0] for k, x in variance.score(model, every).items()}
+    s = {k: x.double().sum(-1)[0] for k, x in variance.log_probs(model, every).items()}
     log_w, p_mu, p_pi = s["dense"] - s["shadow"], s["shadow"].exp(), s["dense"].exp()
     assert math.isclose(p_mu.sum(), 1, abs_tol=1e-5)
     assert math.isclose((p_mu * log_w.exp()).sum(), 1, abs_tol=1e-5)
     exact, kl = (p_mu * log_w.exp() ** 2).sum() - 1, (p_pi * log_w).sum()
     assert 0.05 < kl.expm1() < exact
-    of_pi, of_mu = (variance.score(model, x) for x in (pi, mu))
+    of_pi, of_mu = (variance.log_probs(model, x) for x in (pi, mu))
     drawn = (of_pi["dense"] - of_pi["shadow"]).double().sum(-1)
     assert abs(drawn.mean() - kl) < 0.1 * kl + 0.02
     assert abs((of_mu["dense"] - mu.logp_roll).double().sum(-1).exp().mean() - 1) < 0.2
