@@ -102,22 +102,15 @@ def test_the_worked_example_is_what_pack_makes(pack):
 
 # "Change it": the blocks run where the README says they belong
 
-@pytest.fixture
-def example():
-    """-> run(which block, module): executes it in a copy of the module's names and returns them"""
-    def run(index, module):
-        code = blocks(section(read("README.md"), "Change it"), "python")[index]
-        names = dict(vars(module))
-        exec(code, names)
-        return names
-    before = [(names, dict(names)) for names in (kvcache.EVICT, tasks.TASKS, train.OBJECTIVES)]
-    yield run
-    for names, old in before:
-        names.clear()
-        names.update(old)
+def example(index, module):
+    """Executes one of the blocks in a copy of the module's names and returns them."""
+    code = blocks(section(read("README.md"), "Change it"), "python")[index]
+    names = dict(vars(module))
+    exec(code, names)
+    return names
 
 
-def test_your_eviction_method(example):
+def test_your_eviction_method():
     """In a rollout, as all methods: test_the_tests_take_what_is_pasted."""
     tova = example(0, kvcache)["tova"]
     g = torch.Generator().manual_seed(0)
@@ -133,7 +126,7 @@ def test_your_eviction_method(example):
     assert (score - by_hand(0)).abs().max() > 1e-2  # control: it is the last query that counts
 
 
-def test_your_task_and_reward(example):
+def test_your_task_and_reward():
     example(1, tasks)
     words = str.split
     for i in range(20):
@@ -145,7 +138,7 @@ def test_your_task_and_reward(example):
         assert tasks.reward(p, str(min(prices))) == 0.0
 
 
-def test_your_objective(example, tmp_path, monkeypatch):
+def test_your_objective(tmp_path, monkeypatch):
     names = example(2, train)
     assert names["Reinforce"].value is None
     mine = names["Reinforce"](None, SimpleNamespace(learner="shadow"), None)
