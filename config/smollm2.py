@@ -1,5 +1,5 @@
 # SmolLM2-135M-Instruct looks up six codes in a list of about 85, in prompts of 1,150 tokens, while
-# the sampler keeps 640 of each prompt's keys. One number in as much filler, while it keeps 64:
+# the sampler keeps 256 of each prompt's keys. One number in as much filler, while it keeps 64:
 # --task=needle --budget=64 --window=16 --max_new_tokens=24 --lr=2e-5
 model = "HuggingFaceTB/SmolLM2-135M-Instruct"
 out_dir = "out-smollm2"
@@ -7,7 +7,7 @@ task = "list"
 prompt_tokens = 1152
 prompts = 8
 max_new_tokens = 80
-budget = 640
+budget = 256
 window = 32
 sinks = 4
 norm = "token"

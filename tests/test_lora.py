@@ -30,7 +30,7 @@ from conftest import (
     toy,
     train_here,
 )
-from experiments import bench, logs
+from experiments import adapters, bench, logs
 from grpo import replay
 from model import Transformer
 from rollout import generate
@@ -256,6 +256,23 @@ def test_what_a_run_saves(whole):
     saved = read_checkpoint(whole)["learner"]["masters"]
     assert sorted(x.shape for x in saved) == sorted(x.shape for x in added.values())
     assert all(r["gap_max"] <= 1e-4 for r in read_log(whole)[1])
+
+
+def test_published_adapters(tmp_path):
+    """Added to a model's weights they are what training merged; and they are small."""
+    net = toy()
+    opt = with_lora(net, lora_alpha=8)[2]
+    randomise(opt)
+    opt.save_pretrained(str(tmp_path))
+    other = toy()
+    assert any(not torch.equal(a, b) for a, b in zip(net.parameters(), other.parameters()))
+    adapters.add(other, str(tmp_path))
+    for a, b in zip(net.parameters(), other.parameters(), strict=True):
+        assert torch.allclose(a, b, atol=1e-5)
+    files = [os.path.join(adapters.FOLDER, arm, "adapter_model.safetensors")
+             for arm in adapters.ARMS]
+    assert sum(map(os.path.getsize, files)) < 10e6
+    assert {x.dtype for file in files for x in load_file(file).values()} == {torch.float16}
 
 
 def test_peft_reads_the_adapters(whole):

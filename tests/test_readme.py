@@ -270,24 +270,23 @@ def test_the_output_one_should_see_is_the_logs():
     assert step.endswith(" | ...\n") and whole.startswith(step.removesuffix("...\n"))
 
 
-@pytest.mark.parametrize("page, prompts", [("README.md", 1024), ("docs/speed.md", None)])
-def test_what_eviction_buys_is_that_of_the_log(page, prompts):
+@pytest.mark.parametrize("page", ["README.md", "docs/speed.md"])
+def test_what_eviction_buys_is_that_of_the_log(page):
     """Every row: tokens a second and peak GB of the evicting cache and of the dense one."""
-    found = {}
-    for table in bench("evict-qwen2.5-0.5b"):
-        facts = table["facts"]
-        if "new_tokens" in facts:
-            found[facts["prompt"], facts["new_tokens"]] = {r["name"]: r for r in table["rows"]}
-    rows = [cells(line) for line in section(read(page), "What eviction buys").splitlines()
-            if re.match(r"\| [\d,]+ \|", line)]
-    for row in rows:
-        sizes = [int(cell.replace(",", "")) for cell in row if re.fullmatch(r"[\d,]+", cell)]
-        key = (prompts, sizes[0]) if prompts else tuple(sizes[:2])
-        ours, dense = (found[key][name] for name in
-                       ("kept 1,024, of the response too", "dense, prompts shared"))
-        assert row[-4:] == [f"{ours['tokens_s']:,.0f}", f"{dense['tokens_s']:,.0f}",
-                            f"{ours['peak_gb']:.2f}", f"{dense['peak_gb']:.2f}"], row
-    assert len(rows) == (2 if prompts else len(found))
+    want = []
+    for size in ("0.5b", "1.5b"):
+        for table in bench(f"evict-qwen2.5-{size}"):
+            facts, found = table["facts"], {r["name"]: r for r in table["rows"]}
+            if "new_tokens" in facts:
+                ours, dense = (found[name] for name in (
+                    "kept 1,024, of the response too", "dense, prompts shared"))
+                want.append([f"{facts['prompt']:,}", f"{facts['new_tokens']:,}",
+                             f"{ours['tokens_s']:,.0f}", f"{dense['tokens_s']:,.0f}",
+                             f"{ours['peak_gb']:.2f}", f"{dense['peak_gb']:.2f}"])
+    if page == "README.md":  # prompts of 1,024 tokens, the longer responses
+        want = [row[1:] for row in want[1:4]]
+    assert want == [cells(line) for line in section(read(page), "What eviction buys").splitlines()
+                    if re.match(r"\| [\d,]+ \|", line)]
 
 
 def test_ten_lines_of_python(capsys):
@@ -345,6 +344,7 @@ def rows_of(text):
 @pytest.mark.parametrize("page, title, folder, arms", [
     ("README.md", "What it shows", "main", FIVE),
     ("docs/results.md", "Five arms", "main", FIVE),
+    ("docs/results.md", "Long lists: a real model", "list/middle", FIVE),
     ("docs/results.md", "At the ceiling", "ceiling", ARMS)])
 def test_the_table_of_arms_is_that_of_the_logs(page, title, folder, arms):
     found = tables(f"results/{folder}/table.md")
@@ -360,7 +360,8 @@ def test_the_table_of_arms_is_that_of_the_logs(page, title, folder, arms):
                 assert row[column].endswith(f"({found[cache][name][4]})"), (arm, cache)
             elif page != "README.md":  # best evaluations beside
                 assert row[column].endswith(f" (best {best})"), (arm, cache)
-        assert row[4] == found["Training"][name][3].split(", ")[-1], arm
+        gap = found["Training"][name][3]
+        assert row[4] == (gap if folder == "list/middle" else gap.split(", ")[-1]), arm
 
 
 @pytest.mark.parametrize("title, folder, number", [
@@ -412,12 +413,14 @@ def test_the_gold_prefix_is_that_of_the_log():
     assert len(found) == len(rows) - 1 == 10  # the first is the head
 
 
-def test_the_comparisons_are_those_of_the_logs():
-    found = tables("results/main/table.md")["Comparisons"]
-    assert "named before the first run" in read("results/main/table.md")
-    rows = rows_of(section(read("docs/results.md"), "Five arms"))
+@pytest.mark.parametrize("title, folder, number", [
+    ("Five arms", "main", 5), ("Long lists: a real model", "list/middle", 4)])
+def test_the_comparisons_are_those_of_the_logs(title, folder, number):
+    found = tables(f"results/{folder}/table.md")["Comparisons"]
+    assert "named before the first run" in read(f"results/{folder}/table.md")
+    rows = rows_of(section(read("docs/results.md"), title))
     named = [name for name in found if name.startswith("smd ")]
-    assert len(named) == 5
+    assert len(named) == number
     for name in named:
         row, measured = rows[re.sub(r" lr=[^ ,]+", "", name)], found[name]
         assert row[1] == measured[2], name
@@ -455,6 +458,34 @@ def test_the_default_is_that_of_the_logs():
             assert len(run) == 5 and set(first) == {"0.014/0.133"}
             assert "before training 0.014/0.133" in text
             assert rows[f"{label}, {machine}"][1] == ", ".join(last)
+
+
+def test_the_rest_of_the_long_lists_is_that_of_the_logs():
+    text = section(read("docs/results.md"), "Long lists: a real model")
+    flat = " ".join(text.split())
+    # the outer budgets
+    for arm in ("naive", "shadow", "smd"):
+        row, = [cells(x) for x in text.splitlines()
+                if x.startswith(f"| {arm} |") and x.count("|") == 6 and "[" not in x]
+        runs = [load(f"results/list/{part}")[f"{arm} lr=4e-5"] for part in ("mild", "strong")]
+        assert row[1:] == [f"{fmean(results(run, key).values()):.3f}" for run in runs
+                           for key in ("eval_compressed", "eval_dense")]
+    # float16 beside bfloat16, LoRA, the pilot
+    half = load("results/list-dtype")["smd lr=4e-5 dtype=float16"]
+    full = load("results/list/middle")["smd lr=4e-5"]
+    for run, start in ((half, "three seeds (`results/list-dtype/`): compressed {} dense {}."),
+                       (full, "the same seeds end at {} and {}.")):
+        both = [" ".join(f"{results(run, key)[seed]:.3f}" for seed in range(3))
+                for key in ("eval_compressed", "eval_dense")]
+        assert start.format(both[0] + ("," if run is half else ""), both[1]) in flat
+    for name, run in load("results/list-lora").items():
+        ends = [results(run, key)[0] for key in ("eval_compressed", "eval_dense")]
+        assert "{} {:.3f} / {:.3f}".format(name.split()[0], *ends) in flat
+    ends = {keys: results(load("results/list-budgets")[f"smd lr=4e-5 budget={keys}"],
+                          "eval_compressed")[100] for keys in (384, 256, 192)}
+    assert (f"256 keys (smd {ends[256]:.3f}; in this one seed {ends[384]:.3f} at 384 and "
+            f"{ends[192]:.3f} at 192)") in flat
+    assert plan.budgets() == dict(mild=384, middle=256, strong=192)
 
 
 def gsm8k(title):
