@@ -1,13 +1,13 @@
 """
-The learner: a logged rollout becomes one packed row, one forward pass scores both policies, and
-GRPO's loss is a formula.
+The learner: a logged rollout becomes one packed sequence, one forward pass scores both policies,
+and GRPO's loss is a formula.
 
-The idea. `pack` lays each group out in one long row of tokens,
+The idea. `pack` lays each group out in one long sequence, each position of which is a row:
 
     [ prompt | dense copies of the G responses | shadow copies of the G responses ] [ next prompt ..
 
 and gives every key, in every layer and KV head, the row at which it dies: `until`. This is where a
-logged eviction becomes a lifetime. `replay` runs the model once over that row. Dense copies see the
+logged eviction becomes a lifetime. `replay` runs the model once over all rows. Dense copies see the
 whole prompt, shadow copies see what the sampler saw: one forward pass yields the log-probs of the
 dense policy and of the policy that sampled, and the KL between them.
 
@@ -17,12 +17,13 @@ GRPO: the G responses to one prompt are each other's baseline.
     r_t = exp(logp_t - logp_old_t)                             to the learner before its update
     L   = sum_t scale_t weight_t * -min(r_t A, clip(r_t, 1 - clip, 1 + clip_high) A)
 
-`scale` is the reduction by name. `weight` corrects for a sampler that was not the learner: with a
-dense learner and an evicting sampler it is all there is; with replay both are one policy and it is
-1. On the first update after a rollout r is exactly 1, so the loss is 0 by construction ("sequence";
-the others leave the spread of lengths), its gradient is not. With ratio_to = "sampler" logp_old is
-the sampler's log-prob: what trainers call bypass, and their answer to a sampler that was not the
-learner. ref_kl adds a KL to the initial model, train.update the distillation term.
+`scale` averages over tokens and responses as `norm` says (token_scale). `weight` corrects for a
+sampler that was not the learner, as where it evicts and the learner is dense; with replay both are
+one policy and it is 1. On the first update after a rollout r is exactly 1: with norm = "sequence"
+the loss is then 0, as a group's advantages sum to 0, but its gradient is not. With ratio_to =
+"sampler" logp_old is the sampler's log-prob: what trainers call bypass, and their answer to a
+sampler that was not the learner. ref_kl adds a KL to the initial model, train.update the
+distillation term.
 
 Left out on purpose: reward models, entropy bonus, a dual clip, sequence-level ratios (GSPO).
 Departures: tokens that a correction rejects weigh 0 but stay in the loss's denominator, which
@@ -50,8 +51,8 @@ CORRECTIONS = ("tis", "mis", "sparse_rl")
 
 @dataclass
 class Packed:
-    """Groups laid out in one row of N tokens, for one forward pass of the learner."""
-    # (N,) int64
+    """Groups laid out in one sequence of N rows, for one forward pass of the learner."""
+    # (N,) int64 the token of each row
     ids: torch.Tensor
     # (N,) int64 true positions: response token t sits at P + t in every copy
     pos: torch.Tensor
@@ -88,10 +89,8 @@ def pack_by_hand(rollout, policies=("dense", "shadow")):
         for position, token in enumerate(prompt):
             ids.append(token)
             pos.append(position)
-            kept = [[position in heads for heads in layer]
-                    for layer in rollout.kept[group]]
-            until.append([[end if stays else dropped_at for stays in heads]
-                          for heads in kept])
+            until.append([[end if position in kept else dropped_at for kept in layer]
+                          for layer in rollout.kept[group]])  # kept: of one KV head
 
         for policy in policies:
             for sample in range(G):

@@ -87,7 +87,8 @@ class Eviction:
             return False
         if any(P > self.budget_of(layer, n_layer) for layer in range(n_layer)):
             return True
-        # the last choice that counts is made before the last but one response token is fed
+        # the last choice that counts is made before the last but one response token is fed:
+        # `generate` draws one more token from it and feeds that no more
         last = (R - 2) // self.period * self.period
         return self.response_budget is not None and last > self.response_budget
 
@@ -96,7 +97,7 @@ class Eviction:
         budget = self.budget_of(layer, n_layer)
         if self.method == "none" or P <= budget:
             return P
-        if self.spread in BY_HEAD:  # one head may keep twice what is free
+        if self.spread in HEAD_SPREAD:  # one head may keep twice what is free
             budget += budget - self.window - self.sinks
         return min(P, budget)
 
@@ -112,7 +113,7 @@ class Eviction:
 #   k (n, nkv, hs)  the keys to choose from, in time order; both are rotated
 #   eviction        the settings
 #   elsewhere       None, or (nh, W): log-sum-exp of q . k / sqrt(hs) over keys that are not among
-#                   k: the prompt's, where response keys are scored. `attention` takes it
+#                   k: the prompt's, where response keys are scored. Hand it to `attention`
 # and returns finite numbers (nkv, n): the highest stay, among all KV heads if spread = "adaptive".
 # It runs under torch.vmap: it cannot see other prompts, must not branch on values nor fill a fresh
 # tensor (stack instead); torch's CPU generator is seeded by (seed, layer, step) for it.
@@ -134,7 +135,7 @@ def attention(q, k, elsewhere=None):
     # query w stands at key n - W + w: later keys are hidden
     row = torch.arange(n - W, n, device=q.device)               # (W,)
     found[..., n - W:].masked_fill_(row > row[:, None], -INF)
-    if elsewhere is not None:  # one more key, whose share is dropped
+    if elsewhere is not None:  # the other keys as one more, whose share is dropped
         elsewhere = elsewhere.view(nkv, -1, W, 1)               # (nkv, g, W, 1)
         found = torch.cat((found, elsewhere), dim=-1)           # (nkv, g, W, n + 1)
     return found.softmax(-1)[..., :n]
@@ -144,10 +145,12 @@ def received(q, k, elsewhere=None):
     """attention(q, k, elsewhere).sum(2), the sum over the queries -> (nkv, g, n)"""
     W, n = len(q), len(k)
 
-    def of_some(rows, q, k, elsewhere):
-        seen = n - W + rows.stop  # none of these rows sees more
+    # `summed` calls this for a slice of the queries at a time, and adds up: (nkv, g, W, n) never
+    # exists as a whole
+    def of_rows(rows, q, k, elsewhere):
+        seen = n - W + rows.stop  # keys: none of these queries sees more
         return F.pad(attention(q, k[:seen], elsewhere).sum(2), (0, n - seen))
-    return summed(of_some, q, k, elsewhere)
+    return summed(of_rows, q, k, elsewhere)
 
 
 def pooled(votes, eviction):
@@ -175,12 +178,12 @@ def rkv(q, k, eviction, elsewhere=None):
     last W queries the softmax over the candidates, all keys before the window, of the largest logit
     of the query heads; mean over the queries, pooled. So attention to anything else has no
     influence. Redundancy: softmax over all keys of their `similarity`."""
-    def of_some(rows, q, k, elsewhere):
+    def of_rows(rows, q, k, elsewhere):
         return logits(q, k).amax(1).softmax(-1).sum(1)          # (nkv, candidates)
 
     window = eviction.window
     candidates = k[:len(k) - window]
-    importance = pooled(summed(of_some, q, candidates) / len(q), eviction)
+    importance = pooled(summed(of_rows, q, candidates) / len(q), eviction)
     redundancy = similarity(k).softmax(-1)[:, :len(candidates)]
     return F.pad(0.1 * importance - (1 - 0.1) * redundancy, (0, window))
 
@@ -192,13 +195,13 @@ def similarity(k, similar=0.5):
     n = len(k)
     key = torch.arange(n, device=k.device)
 
-    def of_some(rows, some, k, elsewhere):
+    def of_rows(rows, some, k, elsewhere):
         cosine = some.transpose(0, 1) @ k.permute(1, 2, 0)      # (nkv, rows, n)
         cosine = cosine.masked_fill(key == key[rows, None], 0)  # a key to itself
-        latest = torch.where(cosine > similar, key, 0)          # key 0 if none is
+        latest = torch.where(cosine > similar, key, 0)          # none: key 0, as in R-KV's code
         latest = latest.amax(-1, keepdim=True)                  # (nkv, rows, 1)
         return cosine.scatter(-1, latest, 0.0).sum(1) / n
-    return summed(of_some, k, k)
+    return summed(of_rows, k, k)
 
 
 def h2o(q, k, eviction, elsewhere=None):
@@ -236,8 +239,8 @@ EVICT = {
     "snapkv": Method(snapkv, by_head=True),
     "rkv": Method(rkv, needs_elsewhere=False, by_head=True),
     "h2o": Method(h2o, all_queries=True, by_head=True),
-    "recent": Method(recent),
-    "random": Method(random),
+    "recent": Method(recent, needs_elsewhere=False),
+    "random": Method(random, needs_elsewhere=False),
 }
 
 
@@ -282,7 +285,7 @@ def adaptive(score, eviction):
 
 
 SPREAD = {"uniform": uniform, "pyramid": pyramid, "adaptive": uniform}
-BY_HEAD = {"adaptive": adaptive}
+HEAD_SPREAD = {"adaptive": adaptive}  # all layers alike, and the heads of each compete
 
 
 def keep(score, K, window, sinks, count=None):
@@ -337,7 +340,8 @@ class KVCache:
         # response tokens fed; slots filled, as many in all samples
         self.t = torch.zeros((), device=device, dtype=torch.int64)
         self.response_filled = torch.zeros_like(self.t)
-        # the log: kept[prompt][layer] is (nkv, K); until, the step at which a response key dies
+        # the log: kept[prompt][layer] is (nkv, K); until, the decoding step at which a response
+        # key dies (R: never), which grpo.pack turns into a row
         self.kept = [[None] * L for _ in lengths]
         self.until = torch.full((L, S, nkv, R), R, device=device, dtype=torch.int32)
         self.finite = torch.ones((), device=device, dtype=torch.bool)  # are all scores?
@@ -370,16 +374,16 @@ class KVCache:
             W = P if self.method.all_queries else eviction.window
             score = self.scores(layer, 0, q[:, P - W:], k)      # (n, nkv, P)
             count = None
-            if eviction.spread in BY_HEAD:
-                count = BY_HEAD[eviction.spread](score, eviction)  # (n, nkv)
+            if eviction.spread in HEAD_SPREAD:
+                count = HEAD_SPREAD[eviction.spread](score, eviction)  # (n, nkv)
                 self.prompt_filled[layer, which] = count.int()
             kept = keep(score, K, eviction.window, eviction.sinks, count=count)
         # slots that a KV head leaves empty (adaptive) hold P, which is no position: any key may
         # fill them, as decoding reads no further than prompt_filled
-        slot = kept.clamp(max=P - 1)                            # (n, nkv, K)
+        position = kept.clamp(max=P - 1)                        # (n, nkv, K)
         # copies: no view keeps the dense keys alive
-        self.prompt_k[layer][which, :, :K] = chosen(k.transpose(1, 2), slot)
-        self.prompt_v[layer][which, :, :K] = chosen(v.transpose(1, 2), slot)
+        self.prompt_k[layer][which, :, :K] = chosen(k.transpose(1, 2), position)
+        self.prompt_v[layer][which, :, :K] = chosen(v.transpose(1, 2), position)
         for prompt, positions in enumerate(kept, which.start):
             self.kept[prompt][layer] = positions                # (nkv, K)
 
@@ -479,7 +483,7 @@ class KVCache:
     def kept_positions(self):
         """The log of each prompt: (L, nkv, K) int64 where all layers and KV heads keep equally
         many, else lists [layer][KV head] of (K,). Index either by layer and KV head."""
-        if self.eviction.spread in BY_HEAD:
+        if self.eviction.spread in HEAD_SPREAD:
             return [[[kept[kept < P] for kept in heads] for heads in layers]
                     for P, layers in zip(self.lengths, self.kept)]
         return [torch.stack(layers) if len({heads.shape for heads in layers}) == 1

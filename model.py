@@ -129,7 +129,7 @@ class Attention(nn.Module):
         if k.dtype == torch.float16:
             # a key beyond 65,504 is infinite, scores -inf, and would be passed over without a
             # word: as NaN it reaches the logits. Other overflows do by themselves
-            k = torch.add(k, k.detach(), alpha=0)
+            k = torch.add(k, k.detach(), alpha=0)  # 0 * inf is NaN
         return q, k, v
 
 
@@ -141,7 +141,7 @@ class MLP(nn.Module):
         self.down_proj = nn.Linear(inner, width, bias=config.mlp_bias)
 
     def forward(self, x):
-        """x (N, C) -> what is to be added (N, C)"""
+        """x (N, C) -> what is to be added (N, C), as a Product"""
         return Product(self.down_proj, swiglu(self.gate_up_proj(x)))
 
 
@@ -166,7 +166,7 @@ class Block(nn.Module):
         return self.add_mlp(x)
 
     def attention(self, x, cos, sin, attend):
-        """x (N, C) -> what is to be added (N, C)"""
+        """x (N, C) -> what is to be added (N, C), as a Product"""
         q, k, v = self.self_attn(x, cos, sin)                   # (N, nh or nkv, hs)
         del x  # that of a long prompt is large
         y = attend(self.layer, q, k, v).flatten(1)              # (N, nh * hs)

@@ -137,21 +137,21 @@ def draw_token(logits, temperature, rng, samples=None):
 
 
 def prefill(model, cache, prompts, max_rows):
-    """Run the prompts densely, packed into rows of about `max_rows` tokens, filling `cache`.
+    """Run the prompts densely, about `max_rows` tokens in a packed sequence, filling `cache`.
     -> logits (B, V) of each prompt's last token"""
     logits = []
     first = rows = 0
     for last, prompt in enumerate(prompts):
         if last > first and rows + len(prompt) > max_rows:
-            logits.append(prefill_row(model, cache, prompts[first:last], first))
+            logits.append(prefill_pack(model, cache, prompts[first:last], first))
             first, rows = last, 0
         rows += len(prompt)
-    logits.append(prefill_row(model, cache, prompts[first:], first))
+    logits.append(prefill_pack(model, cache, prompts[first:], first))
     return torch.cat(logits)
 
 
-def prefill_row(model, cache, prompts, first):
-    """Prompts packed into one row; the first is number `first` of the cache. -> logits (n, V)"""
+def prefill_pack(model, cache, prompts, first):
+    """Prompts packed into one sequence, the first of which is number `first` -> logits (n, V)"""
     device = model.device
     sizes = [len(prompt) for prompt in prompts]
     n = torch.tensor(sizes, device=device)                      # (n,)

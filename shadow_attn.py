@@ -1,8 +1,8 @@
 """
 Attention under a Shadow Mask: one integer per key says when the key dies.
 
-The idea. Call the index of a packed row *time*. A key is born with its row and is seen until it is
-evicted: two comparisons for a query and a key are the whole mask, and no N x N mask exists.
+The idea. A key is born with its row and is seen until it is evicted: two comparisons for a query
+and a key are the whole mask, and no N x N mask exists.
 
 Here, from what is plain to what is fast:
 
@@ -11,9 +11,9 @@ Here, from what is plain to what is fast:
     shadow_attention_ref   PyTorch's attention, a chunk of queries at a time; for real on CPU
     shadow_attention       the front door: fast/attention.py on CUDA, PyTorch elsewhere
 
-The tuned kernels in fast/attention.py sort the keys as the picture below shows and say in steps
-what they add to the readable one. `python -m experiments.attention` holds all of them against the
-definition. Left out: dropout, biases, softcap, attention sinks, second derivatives.
+The tuned kernels in fast/attention.py sort the keys, skip the dead ones, and say in steps what they
+add to the readable one. `python -m experiments.attention` holds all of them against the
+definition. Left out: dropout, biases, softcap, learned sink logits, second derivatives.
 
 Letters: N rows of queries q, keys k and values v; nh query heads, nkv KV heads, of size hs; i a
 query's row, j a key's. In a kernel upper case is a pointer or a constant of compilation.
@@ -51,32 +51,6 @@ def definition(q, k, v, until, scale=None):
     return torch.einsum("hij,jhc->ihc", weight, v)              # (N, nh, hs)
 
 
-# The picture: what the tuned kernels skip (the readable ones skip what is not born yet, and
-# give dead keys weight 0). One KV head's keys, sorted by `until`, of one packed group: a
-# prompt of 8 rows, of which 4 keys are evicted after prefill, and 2 responses of 4 rows, each in a
-# dense copy and in a shadow copy. Here a tile is 4 x 4.
-#
-#     keys                    dense A   evicted   dense B   shadow A    kept    shadow B
-#     until                      12        16        16        20        24        24
-#     rows  0 ..  3 prompt        .         /         .         .         /         .
-#     rows  4 ..  7 prompt        .         /         .         .         /         .
-#     rows  8 .. 11 dense A       /         #         .         .         #         .
-#     rows 12 .. 15 dense B       .         #         /         .         #         .
-#     rows 16 .. 19 shadow A      .         .         .         /         #         .
-#     rows 20 .. 23 shadow B      .         .         .         .         #         /
-#
-#     .  dead: never visited    /  partial: compare two integers per pair    #  full: no mask
-#
-# Unsorted, evicted and kept keys would alternate, and the shadow copies would visit every
-# tile of the prompt, with a mask. For a tile of queries and a tile of keys,
-#
-#     any visible:  min(born) <= last query   and  max(until) > first query     (else dead)
-#     all visible:  max(born) <= first query  and  min(until) > last query      (then full)
-#
-# The first may visit a tile for nothing but never misses one. The answers are kept as short
-# lists of key tiles per query tile, and for dK and dV of query tiles per key tile.
-
-
 def shadow_attention(q, k, v, until, scale=None, impl=None, plan=None, out=None):
     """Attention in which query row i sees key row j iff j <= i < until[kv_head, j].
 
@@ -108,9 +82,14 @@ def shadow_attention(q, k, v, until, scale=None, impl=None, plan=None, out=None)
     return fast_attention(q, k, v, until, scale=scale, plan=plan, out=out)
 
 
-# The readable kernels. Tensors lie with heads first and are padded with zeros: N to a multiple of
-# BLOCK, the head size to WIDTH, a power of two. `row` holds the numbers of BLOCK queries, `key` of
-# BLOCK keys, `dies` the keys' `until`.
+# The readable kernels. A Triton kernel is a function that many programs run at once, each with its
+# own `program_id`: kernel[n, m](...) starts n * m of them. A tensor arrives as a pointer to its
+# first number; tl.load and tl.store take a block of pointers, whose shape is known when the kernel
+# is compiled (constexpr). `@jit("N")` is triton.jit, without a new compilation for each N.
+#
+# Tensors lie with heads first and are padded with zeros: N to a multiple of BLOCK, the head size to
+# WIDTH, a power of two; padded keys are dead. `row` holds the numbers of BLOCK queries, `key` of
+# BLOCK keys, `dies` the keys' `until`. Dead keys are read here and get weight 0.
 
 BLOCK = 32
 
@@ -118,14 +97,14 @@ BLOCK = 32
 @jit()
 def load_block(X, at, WIDTH: tl.constexpr):
     # lines `at` (BLOCK,) of a matrix of WIDTH columns
-    at = at.to(tl.int64)[:, None] * WIDTH + tl.arange(0, WIDTH)[None, :]
-    return tl.load(X + at)                                      # (BLOCK, WIDTH)
+    place = at.to(tl.int64)[:, None] * WIDTH + tl.arange(0, WIDTH)[None, :]
+    return tl.load(X + place)                                      # (BLOCK, WIDTH)
 
 
 @jit()
 def store_block(X, x, at, WIDTH: tl.constexpr):
-    at = at.to(tl.int64)[:, None] * WIDTH + tl.arange(0, WIDTH)[None, :]
-    tl.store(X + at, x.to(X.dtype.element_ty))
+    place = at.to(tl.int64)[:, None] * WIDTH + tl.arange(0, WIDTH)[None, :]
+    tl.store(X + place, x.to(X.dtype.element_ty))
 
 
 @jit()
@@ -150,7 +129,8 @@ def simple_forward(Q, K, V, UNTIL, OUT, LSE, N, group, scale,
     row = block * BLOCK + tl.arange(0, BLOCK)                   # (BLOCK,)
     q = load_block(Q, head * N + row, WIDTH)                    # (BLOCK, WIDTH)
     # softmax one block of keys at a time. Of the qk so far: the largest, the sum of
-    # exp(qk - largest), and the sum of the values with these weights
+    # exp(qk - largest), and the sum of the values with these weights. It starts finite, as
+    # -inf - -inf is NaN where a query has seen no key yet
     largest = tl.full((BLOCK,), -1e30, tl.float32)
     total = tl.zeros((BLOCK,), tl.float32)
     out = tl.zeros((BLOCK, WIDTH), tl.float32)
@@ -171,12 +151,14 @@ def simple_forward(Q, K, V, UNTIL, OUT, LSE, N, group, scale,
     tl.store(LSE + head * N + row, largest + tl.log(total))  # log of sum of exp(qk)
 
 
-# Backward. With weight = exp(qk - lse), out = weight v and delta = sum(out * d_out) of a row,
+# Backward. With weight = exp(qk - lse), which sums to 1 over the keys, and out = weight v,
 #
 #     d_v = weight^T d_out        d_weight = d_out v^T        d_qk = weight (d_weight - delta)
 #     d_q = scale d_qk k          d_k = scale d_qk^T q
 #
+# where delta, sum(weight * d_weight) of a row from the softmax's derivative, is sum(out * d_out).
 # d_q sums over keys, d_k and d_v over queries: a kernel each, and the weights are made again.
+# experiments/attention.py and tests/test_shadow_attn.py hold them against the definition.
 
 @jit()
 def qk_gradient(weight, d_out, delta, v):

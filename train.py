@@ -142,7 +142,7 @@ def settings(argv):
 
 
 def main(argv):
-    job = set_up(argv, settings, OBJECTIVES)
+    job = set_up(argv, settings, OBJECTIVES)  # model (net), tokenizer, problems, optimizer, folder
     config = job.config
     run = job.run
     if config.dry_run:
@@ -181,8 +181,8 @@ def main(argv):
 
             # 4. advantages, or what else the objective learns from, of the whole batch, however it
             # is cut later; chosen is the rollout, or those of its samples that it learns from (DPO)
-            again = functools.partial(replay_all, job.net, job.objective, config)
-            chosen, batch, log = job.objective.prepare(rollout, rollout.rewards, again)
+            score = functools.partial(replay_all, job.net, job.objective, config)
+            chosen, batch, log = job.objective.prepare(rollout, rollout.rewards, score)
 
             # 5. replay under the Shadow Mask, loss, optimizer step
             lr = learning_rate(config, run.step)
@@ -226,7 +226,8 @@ def update(net, opt, objective, rollout, batch, config, lr, teacher=None):
             part = rollout.select(indices)
             slices = {name: values[indices] for name, values in batch.items()}
 
-            # one forward pass under the logged mask: log-probs (B, G, R) of both policies
+            # one forward pass under the logged mask: of the sampled tokens (R at most) log-probs (B, G, R)
+            # under both policies, and their KL (fast/head.py)
             out = replay(
                 net, part, policies, distill_to=student, teacher=teacher,
                 stats=is_first, checkpointing=config.checkpointing,
@@ -255,7 +256,7 @@ def update(net, opt, objective, rollout, batch, config, lr, teacher=None):
         norm = opt.step(lr, config.grad_clip)
         metrics.add(grad_norm=norm, **opt.scaling)
         done.append(metrics)
-    opt.halfway = False  # all updates of this rollout are done: the weights may be saved
+    opt.halfway = False  # opt.step set it; all updates are done, so the weights may be saved
     return summary(done)
 
 

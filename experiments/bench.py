@@ -1152,7 +1152,7 @@ def stretch(model, name, work, eviction, steps):
         store.normal_()
     together = work.at_once
     began = now()
-    sampler.prefill_row(model, cache, drawn(name, together, work.P), 0)
+    sampler.prefill_pack(model, cache, drawn(name, together, work.P), 0)
     prefill_s = (now() - began) * work.B / together
     new = torch.zeros(S, dtype=torch.int64, device=DEVICE)
 
@@ -1220,7 +1220,7 @@ def longest_response(model, name, work, eviction, gb):
         cache = allocate(model, replace(work, R=R), eviction)
         S = work.B * work.G
         tokens = torch.empty(S, R, 12, dtype=torch.uint8, device=DEVICE)  # log-probs too
-        sampler.prefill_row(model, cache, prompts, 0)
+        sampler.prefill_pack(model, cache, prompts, 0)
         logits = torch.empty(S, model.config.vocab_size, device=DEVICE)
         return cache, tokens, logits
 

@@ -41,6 +41,31 @@ from fast.launch import jit, tl, triton
 TILE_Q, TILE_K = 128, 64  # rows of a query tile, keys of a key tile
 
 
+# The picture: what is skipped. One KV head's keys, sorted by `until`, of one prompt with two
+# samples: a prompt of 8 rows, of which 4 keys are evicted after prefill, and 2 responses of 4 rows,
+# each in a dense copy and in a shadow copy. Here a tile is 4 x 4.
+#
+#     keys                    dense A   evicted   dense B   shadow A    kept    shadow B
+#     until                      12        16        16        20        24        24
+#     rows  0 ..  3 prompt        .         /         .         .         /         .
+#     rows  4 ..  7 prompt        .         /         .         .         /         .
+#     rows  8 .. 11 dense A       /         #         .         .         #         .
+#     rows 12 .. 15 dense B       .         #         /         .         #         .
+#     rows 16 .. 19 shadow A      .         .         .         /         #         .
+#     rows 20 .. 23 shadow B      .         .         .         .         #         /
+#
+#     .  dead: never visited    /  partial: compare two integers per pair    #  full: no mask
+#
+# Unsorted, evicted and kept keys would alternate, and the shadow copies would visit every
+# tile of the prompt, with a mask. For a tile of queries and a tile of keys,
+#
+#     any visible:  min(born) <= last query   and  max(until) > first query     (else dead)
+#     all visible:  max(born) <= first query  and  min(until) > last query      (then full)
+#
+# The first may visit a tile for nothing but never misses one. The answers are kept as short
+# lists of key tiles per query tile, and for dK and dV of query tiles per key tile.
+
+
 # The Triton kernels. Upper case: pointers and compile-time constants; lower case: values.
 #   rows     query rows, in time order
 #   keys     indices into the sorted keys; K_BORN and K_DIES hold the row and the `until` of each

@@ -263,8 +263,12 @@ def test_the_output_one_should_see_is_the_logs():
     run = lines("results/default-cpu/two-threads.jsonl")
     first, second, *_ = blocks(section(read("README.md"), "Run it"))[1:]
     assert first == last_lines(run)
-    naive = last_line(lines("results/default-cpu/naive-0.jsonl"))
+    naive = last_line(lines("results/default-cpu/naive-own-rate.jsonl"))
     assert second == naive + "\n" and naive not in first
+    for name, end in (("smd-0", "so does the end: {:.3f} (dense {:.3f})"),
+                      ("naive-0", "it ends at {:.3f} (dense {:.3f})")):
+        last = lines(f"results/default-cpu/{name}.jsonl")[-1]
+        assert end.format(last["eval_compressed"], last["eval_dense"]) in read("README.md")
     step, = blocks(section(read("README.md"), "A step's log line"))
     whole = show(next(r for r in run if "grad_norm" in r))
     assert step.endswith(" | ...\n") and whole.startswith(step.removesuffix("...\n"))
