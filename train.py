@@ -226,8 +226,8 @@ def update(net, opt, objective, rollout, batch, config, lr, teacher=None):
             part = rollout.select(indices)
             slices = {name: values[indices] for name, values in batch.items()}
 
-            # one forward pass under the logged mask: of the sampled tokens (R at most) log-probs (B, G, R)
-            # under both policies, and their KL (fast/head.py)
+            # one forward pass under the logged mask: of the sampled tokens (R at most) the log-probs
+            # (B, G, R) under both policies, and their KL (fast/head.py)
             out = replay(
                 net, part, policies, distill_to=student, teacher=teacher,
                 stats=is_first, checkpointing=config.checkpointing,

@@ -265,8 +265,8 @@ def test_the_output_one_should_see_is_the_logs():
     assert first == last_lines(run)
     naive = last_line(lines("results/default-cpu/naive-own-rate.jsonl"))
     assert second == naive + "\n" and naive not in first
-    for name, end in (("smd-0", "so does the end: {:.3f} (dense {:.3f})"),
-                      ("naive-0", "it ends at {:.3f} (dense {:.3f})")):
+    for name, end in (("smd-0", "changes the end to {:.3f} (dense {:.3f})"),
+                      ("naive-0", "naive ends at {:.3f} (dense {:.3f})")):
         last = lines(f"results/default-cpu/{name}.jsonl")[-1]
         assert end.format(last["eval_compressed"], last["eval_dense"]) in read("README.md")
     step, = blocks(section(read("README.md"), "A step's log line"))
@@ -564,7 +564,7 @@ def test_gsm8k_is_that_of_the_logs():
         assert row[2].split() == [f"{x:+.3f}" for x in each]
         seen += 1
         if name == "shadow - naive, served compressed":
-            assert f"What shadow gains over naive ({mean:.3f} compressed)" in one_line("README.md")
+            assert f"Shadow's gain over naive ({mean:.3f} compressed)" in one_line("README.md")
     assert seen == 10
 
 
