@@ -226,7 +226,7 @@ def update(net, opt, objective, rollout, batch, config, lr, teacher=None):
             part = rollout.select(indices)
             slices = {name: values[indices] for name, values in batch.items()}
 
-            # one forward pass under the logged mask: of the sampled tokens (R at most) the log-probs
+            # one forward pass under the logged mask: of the sampled tokens, at most R, the log-prob
             # (B, G, R) under both policies, and their KL (fast/head.py)
             out = replay(
                 net, part, policies, distill_to=student, teacher=teacher,
