@@ -133,8 +133,8 @@ class Own:
         self.names = self.names or list(found)
         if set(found) != set(self.names):
             raise RewardError(f"has the names {', '.join(sorted(found))}, before it "
-                              f"had {', '.join(sorted(self.names))}: must be the same "
-                              "in each call")
+                              f"had {', '.join(sorted(self.names))}: they must be the "
+                              "same in each call")
         return found
 
 

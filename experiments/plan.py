@@ -243,7 +243,7 @@ def main(argv):
             for name in names:
                 chosen = [part for part in there if f"{part}/".startswith(f"{name}/")]
                 if not chosen and name not in folders:
-                    raise ValueError(f"no part {name!r}: {', '.join(there)}")
+                    raise ValueError(f"no part {name!r}, only {', '.join(there)}")
                 for part in chosen:
                     todo = [(arms, [*options, *more]) for arms, options in there[part]]
                     failed += run(part, LONG, todo)

@@ -148,8 +148,7 @@ def finish(job):
          f"{last['eval_compressed']:.3f} with the compressed cache")
     what = f"step {best['step']}, {best['eval_compressed']:.3f}"
     if best["eval_compressed"] == 0:
-        what = "none of them earned anything, so it is the first, of step "
-        what += str(best["step"])
+        what = f"all earned 0, so it is the first one, of step {best['step']}"
     tell(f"best of {len(evals)} evaluations saved to {run.path('best')}: {what}")
     sizes = run.memory["kv"]
     kept, dense, shared = (sizes[name] for name in ("kept", "dense", "dense_shared"))
@@ -161,8 +160,8 @@ def finish(job):
         so = "these steps changed nothing"
         if idle == run.step:
             so = "nothing was learned"
-        tell(f"in {idle} of {run.step} steps the gradient was exactly 0, as where all "
-             f"groups earn the same throughout: {so}")
+        tell(f"in {idle} of {run.step} steps the gradient was exactly 0, as when all "
+             f"samples of each prompt earn the same: {so}")
     skipped = run.memory.get("skipped", 0)
     if skipped:
         tell(f"{skipped} of {run.step * job.config.updates} updates were skipped, as "

@@ -569,7 +569,7 @@ def test_a_run_that_ends_without_a_log_has_failed(fake, capsys, monkeypatch):
     monkeypatch.setattr(ablate, "TRAIN", str(out / "fake.py"))
     assert run("--seeds=1")[0] == 1
     said = capsys.readouterr().out
-    assert said.count("log.jsonl is missing, or is no regular file") == 2
+    assert said.count("log.jsonl is missing, or is not a regular file") == 2
     assert said.count(" failed after 0.") == 2
 
 
@@ -965,5 +965,5 @@ def test_pipes_are_refused(tmp_path):
     """Reading one would wait for ever."""
     for name, read in (("log.jsonl", logs.read), ("settings.json", read_json)):
         os.mkfifo(tmp_path / name)
-        with pytest.raises(FileNotFoundError, match=f"{name} .*is no regular file"):
+        with pytest.raises(FileNotFoundError, match=f"{name} .*is not a regular file"):
             read(str(tmp_path / name))

@@ -428,7 +428,7 @@ def test_files_that_are_none(tmp_path, monkeypatch):
         read_problems("nedle")
     os.mkfifo(tmp_path / "pipe")
     for path in (tmp_path, tmp_path / "pipe", "/dev/zero"):
-        with pytest.raises(ValueError, match="is no regular file"):
+        with pytest.raises(ValueError, match="is not a regular file"):
             read_problems(str(path))
     file = tmp_path / "c.jsonl"
     rows = '{"prompt": "a", "answer": "1"}\r\n\r\n{"prompt": "b", "answer": "2"}'

@@ -1185,7 +1185,7 @@ def test_missing_and_broken_files(tmp_path):
     with pytest.raises(FileNotFoundError, match="no tokenizer.json"):
         Tokenizer(str(tmp_path))
     os.mkfifo(file)
-    with pytest.raises(FileNotFoundError, match="tokenizer.json .* is no regular file"):
+    with pytest.raises(FileNotFoundError, match="tokenizer.json .* is not a regular file"):
         Tokenizer(str(tmp_path))
 
 

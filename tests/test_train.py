@@ -1077,7 +1077,7 @@ def test_pipes_are_refused(finished, tmp_path):
         (out / name).unlink()
         os.mkfifo(out / name)
         if name != "config.json":  # which a resume writes and does not read
-            with pytest.raises(SystemExit, match=f"error: resume: .*{name}.* is no regular file"):
+            with pytest.raises(SystemExit, match=f"error: resume: .*{name}.* is not a regular file"):
                 train_here("--resume=True", f"--out_dir={out}")
         with pytest.raises(SystemExit, match="holds .*which no run|holds another run"):
             train_here(f"--out_dir={out}")
