@@ -346,7 +346,7 @@ def strip(name, path):
             with suppress(OSError):  # it is not there, or holds somebody's own
                 os.rmdir(os.path.join(path, part))
     except OSError as e:
-        tell(f"{name}: could not delete the weights in {path}: {e}", sys.stderr)
+        tell(f"{name}: could not delete weights in {path}: {e}", sys.stderr)
 
 
 def at_work(runs, done, of):

@@ -91,7 +91,7 @@ def open_to_append(path):
     if not stat.S_ISREG(about.st_mode):
         wrong = "is not a regular file"
     elif about.st_nlink > 1:
-        wrong = "has another name (a hard link)"
+        wrong = "has another hard link"
     if wrong:
         os.close(fd)
         raise OSError(f"{path} {wrong}, and is not written to")

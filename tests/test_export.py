@@ -155,8 +155,8 @@ def test_generate_takes_the_runs_template(saved, capsys):
 def test_generate_says_that_examples_are_missing(saved, capsys):
     ran_with(saved, shots=3)
     lines = printed(capsys, f"--model={saved / 'model'}")
-    assert lines[0] == ("[3 answered examples stood before each prompt of the run that saved it "
-                        "(--shots=3), none stand here]")
+    assert lines[0] == ("[the run that saved it had 3 solved examples in front of each prompt "
+                        "(--shots=3), here are none]")
     assert lines[1].startswith("[as in the run") and "shots" not in lines[1]
     ran_with(saved, shots=0)  # the control
     assert printed(capsys, f"--model={saved / 'model'}") == lines[1:]
