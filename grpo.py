@@ -192,7 +192,7 @@ def replay(model, rollout, policies=("dense", "shadow"), distill_to=None, stats=
     distills = teacher is not None or distill_to is not None
     if distills and not (has_teacher and distill_to in policies):
         raise ValueError(f"distill_to={distill_to!r} must be one of the policies, "
-                         f"two or with a teacher, got {policies}")
+                         f"with a second one or a teacher, got {policies}")
     packed = pack(rollout, policies)
     rollout.check_model(model)
     mask = rollout.mask                                         # (B, G, R)

@@ -83,8 +83,8 @@ def check_log(rollout):
     sizes = [len(prompt) for prompt in rollout.prompts]
     for b, (size, sampled) in enumerate(zip(sizes, rollout.sizes or sizes)):
         if size < 1 or size != sampled:
-            raise ValueError(f"prompt {b} has {size} tokens, when it was sampled from "
-                             f"it had {sampled}")
+            raise ValueError(f"prompt {b} has {size} tokens, at sampling it had "
+                             f"{sampled}")
     shortest, longest = torch.stack(rollout.lengths.aminmax()).tolist()
     if shortest < 1 or longest > R:
         raise ValueError(

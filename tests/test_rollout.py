@@ -185,7 +185,7 @@ def test_absent_tokens(temperature, device):
 def test_use_tokens(model):
     """Ids that the model has; what is left out moves with the model."""
     net = toy()
-    for n, absent, say in ((51, (), "51 ids, the model 50"), (0, (), "0 ids"),
+    for n, absent, say in ((51, (), "51 ids, the model takes 50"), (0, (), "0 ids"),
                            (48, (3, 48), "all, of 0 to 47"), (48, (-1,), "all, of 0 to 47"),
                            (3, (0, 1, 2), "some, not all, of 0 to 2")):
         with pytest.raises(ValueError, match=say):
