@@ -238,7 +238,8 @@ def check_memory(config, net):
 def introduce(config, folder, net, problems, opt):
     """Print the facts that decide speed and memory."""
     cuda = config.device.startswith("cuda")
-    where = f"{torch.get_num_threads()} CPU threads"
+    threads = torch.get_num_threads()
+    where = "1 CPU thread" if threads == 1 else f"{threads} CPU threads"
     if cuda:
         where = torch.cuda.get_device_name()
     path = "Triton kernel" if cuda else "PyTorch reference"

@@ -166,7 +166,7 @@ NAIVE = "config/naive.py"
     ([NAIVE, "--seeds=00"], "seeds must be between 1"), ([NAIVE, "--jobs=two"], "expects int"),
     ([NAIVE, "--first=-1"], "first must be between 0"), ([NAIVE, "--seeds"], "--key=value"),
     ([NAIVE, "--out="], "--out=FOLDER"), ([NAIVE, "--table=1"], "table expects True or False"),
-    (["x/...py"], "no name to a folder"), (["config/naive.py 'x"], "quotation"),
+    (["x/...py"], "cannot name a folder"), (["config/naive.py 'x"], "quotation"),
     ([NAIVE, "--keep=/proc/x"], "cannot write to folder '/proc/x'"),
     ([NAIVE, "--out=/proc/x"], "cannot write to folder '/proc/x'"),
     ([NAIVE, "--bugdet=3"], "nearest is 'budget'"), ([NAIVE, NAIVE], "two arms"),

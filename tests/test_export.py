@@ -196,7 +196,7 @@ def test_generate_evicts_by_a_method_of_ones_own(saved, capsys, monkeypatch):
     assert f"--evict={name}" in lines[0] and f" 24 kept per layer and KV head ({name})" in lines[-1]
     ran_with(saved, evict="snapkv")
     assert printed(capsys, model, f"--evict={name}")[1:] == lines[1:]
-    for wrong, says in (("own_method:oldest", "must define 'oldest'"),
+    for wrong, says in (("own_method:oldest", "does not define 'oldest'"),
                         ("best", "choose from none, snapkv")):
         with pytest.raises(SystemExit, match=f"^error: [^\n]*{says}"):
             printed(capsys, model, f"--evict={wrong}")

@@ -345,7 +345,7 @@ def test_cards_of_ranks(monkeypatch):
     taken = []
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "set_device", taken.append)
-    several = "more ranks than the 2 cards here: --nproc_per_node=2"
+    several = "more ranks than the 2 cards here: use --nproc_per_node=2"
     for cards, number, shared, device, want in (
             (2, None, None, "auto", "cuda"), (2, None, None, "cuda:1", "cuda:1"),
             (2, None, None, "cpu", "cpu"), (2, 1, None, "auto", "cuda:1"),

@@ -622,7 +622,7 @@ def test_a_file_system_without_locks(tmp_path, monkeypatch, capsys):
         m.setattr("fcntl.flock", refused(errno.ENOLCK))
         train_here("--steps=1", "--eval_every=9", f"--out_dir={tmp_path / 'out'}")
     said = capsys.readouterr().out
-    assert said.count("on a file system that cannot lock a folder (No locks available): see") == 1
+    assert said.count("on a file system that cannot lock a folder (No locks available): make") == 1
     monkeypatch.setattr("fcntl.flock", refused(errno.EWOULDBLOCK))
     with pytest.raises(SystemExit, match="is in use by another process"):
         train_here("--steps=2", "--resume=True", f"--out_dir={tmp_path / 'out'}")
