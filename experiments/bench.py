@@ -1355,7 +1355,7 @@ def facts():
 
 
 def arguments(argv=None):
-    a = Arguments(prog="bench", description="benchmarks; see the head of this file")
+    a = Arguments(prog="bench", description="measure time and memory (docs/speed.md)")
     a.add_argument("part", choices=(*PARTS, "all"),
                    help="attention; sampling; a learner's forward and backward pass; a "
                    "whole training step, also with LoRA, also on several cards; "

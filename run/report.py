@@ -152,9 +152,9 @@ def finish(job):
     tell(f"best of {len(evals)} evaluations saved to {run.path('best')}: {what}")
     sizes = run.memory["kv"]
     kept, dense, shared = (sizes[name] for name in ("kept", "dense", "dense_shared"))
-    tell(f"KV cache of a rollout: {kept:,} bytes kept, {dense:,} dense "
-         f"(1/{dense / kept:.1f}), {shared:,} dense with each prompt shared by its "
-         f"group (1/{shared / kept:.1f})")
+    tell(f"KV cache of a rollout: {kept:,} bytes kept, 1/{dense / kept:.1f} of "
+         f"{dense:,} dense, 1/{shared / kept:.1f} of {shared:,} dense with each prompt "
+         "shared by its group")
     idle = run.memory.get("idle", 0)
     if idle:
         so = "these steps changed nothing"

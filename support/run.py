@@ -663,5 +663,5 @@ class Run:
         how = "the same command and --resume=True"
         if self.config.overwrite:
             how += " in place of --overwrite=True"
-        tell(f"saved in {self.config.out_dir} after step {self.step}; go on with {how}")
+        tell(f"saved in {self.config.out_dir} at step {self.step}; go on with {how}")
         sys.exit(128 + self.interrupted)

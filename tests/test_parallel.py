@@ -446,7 +446,7 @@ def test_a_run_of_two_ranks_goes_on_with_one(device, whole, tmp_path):
     args = [f"--out_dir={tmp_path / 'out'}", f"--device={device}"]
     codes, printed = Ranks(2, tmp_path, disturbed, (stop, 1, 4, *args)).wait()
     assert codes == [143, 143], printed
-    assert printed[0].endswith("after step 2; go on with the same command and --resume=True\n")
+    assert printed[0].endswith("at step 2; go on with the same command and --resume=True\n")
     assert "2 ranks share the prompts of each step" in printed[0]
     assert printed[1] == "" and read_checkpoint(tmp_path / "out")["step"] == 2
     alone = Ranks(1, tmp_path, disturbed, (stop, 0, 3, *args, "--resume=True"))

@@ -317,7 +317,7 @@ def test_a_signal_saves_what_is_done(undisturbed, tmp_path, monkeypatch, capsys,
         with pytest.raises(SystemExit) as e:
             train_here(*RARELY, f"--out_dir={out}")
     assert e.value.code == 128 + number and len(calls) == call
-    assert f"saved in {out} after step {step}; go on with" in capsys.readouterr().out
+    assert f"saved in {out} at step {step}; go on with" in capsys.readouterr().out
     assert read_checkpoint(out)["step"] == step
     assert "ckpt.pt" in kills.differences(undisturbed, out)  # the control
     train_here(*RARELY, "--resume=True", f"--out_dir={out}")
