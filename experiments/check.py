@@ -562,8 +562,8 @@ def main(argv=None):
     args = sys.argv[1:] if argv is None else argv
     help_if_asked(args, __doc__)
     if len(args) != 2 or args[0] not in map(str, EXERCISES):
-        sys.exit("error: write python -m experiments.check NUMBER mine.py, NUMBER from 1 "
-                 f"to {len(EXERCISES)}")
+        sys.exit("error: write python -m experiments.check NUMBER mine.py, NUMBER from "
+                 f"1 to {len(EXERCISES)}")
     with one_line_errors(OSError):
         wrong = check(int(args[0]), args[1])
     if wrong is None:
