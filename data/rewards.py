@@ -94,7 +94,7 @@ class Own:
         function = name.partition(":")[2]
         if not callable(self.function):
             raise ValueError(f"reward {name}: {self.file} must define the function "
-                             f"{function!r}, it is {self.function!r:.80}")
+                             f"{function!r}, got {self.function!r:.80}")
         taken = ("rows", "texts") if self.batch else ("row", "text")
         must_take(f"reward {name}", self.function, *taken, "tokens")
 

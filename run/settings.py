@@ -109,12 +109,12 @@ def own_thing(name, key, elsewhere):
         pair = isinstance(found, tuple) and len(found) == 2
         if not (pair and all(map(callable, found))):
             raise ValueError(f"{what}: must be a pair of functions, one that makes a "
-                             f"problem, one that judges a text, it is {found!r:.80}")
+                             f"problem, one that judges a text, got {found!r:.80}")
         must_take(what, found[0], "rng")
         must_take(what, found[1], "text", "answer")
     elif key == "objective":  # GRPO in grpo.py has all that one needs
         if not isinstance(found, type):
-            raise ValueError(f"{what}: must be a class, it is {found!r:.80}")
+            raise ValueError(f"{what}: must be a class, got {found!r:.80}")
         for member in ("value", "uses", "prepare", "loss"):
             if not hasattr(found, member):
                 raise ValueError(
@@ -126,7 +126,7 @@ def own_thing(name, key, elsewhere):
         if hasattr(found, "check"):
             must_take(what, found.check, "config")
     elif isinstance(found, type) or not callable(found):
-        raise ValueError(f"{what}: must be a function, it is {found!r:.80}")
+        raise ValueError(f"{what}: must be a function, got {found!r:.80}")
     else:
         score = getattr(found, "score", found)  # of a Method
         needed = elsewhere and getattr(found, "needs_elsewhere", True)
