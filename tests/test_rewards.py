@@ -117,7 +117,7 @@ def test_numbers_that_a_function_returns():
 
 @pytest.mark.parametrize("source, name, say", [
     ("", "mine:score", "mine.py does not define 'score'"),
-    ("score = 5", "mine:score", "'score', it is 5"),
+    ("score = 5", "mine:score", "'score', got 5"),
     ("def score(text): pass", "mine:score", r"score\(text\) must take \(row, text, tokens\)"),
     ("x = (1,\n", "mine:score", "cannot import mine .*SyntaxError.*, line 1"),
     ("x = 1\nx = 1 / 0", "mine:score", r"ZeroDivisionError: division by zero \(.*mine.py:2\)"),
