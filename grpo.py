@@ -126,8 +126,8 @@ def pack(rollout, policies=("dense", "shadow")):
     Raises ValueError for a log that does not fit."""
     if (not policies or len(set(policies)) < len(policies)
             or not set(policies) <= {"dense", "shadow"}):
-        raise ValueError("policies are 'dense' and 'shadow', each at most once, got "
-                         f"{policies!r}")
+        raise ValueError("policies must be 'dense', 'shadow' or both, each once, "
+                         f"got {policies!r}")
     rollout.check()
     B, G, R = rollout.tokens.shape
     L, nkv = rollout.until.shape[:2]
@@ -190,8 +190,8 @@ def replay(model, rollout, policies=("dense", "shadow"), distill_to=None, stats=
     has_teacher = teacher is not None or len(policies) == 2
     distills = teacher is not None or distill_to is not None
     if distills and not (has_teacher and distill_to in policies):
-        raise ValueError(f"distill_to={distill_to!r} needs both policies, or a "
-                         f"teacher, and one of their names, got {policies}")
+        raise ValueError(f"distill_to={distill_to!r} must be one of the policies, "
+                         f"with a second one or a teacher, got {policies}")
     packed = pack(rollout, policies)
     rollout.check_model(model)
     mask = rollout.mask                                         # (B, G, R)
@@ -400,12 +400,12 @@ class GRPO:
             return
         name = f"correction={config.correction}"
         if config.ratio_to == "sampler":
-            raise ValueError(f"{name} with ratio_to=sampler would count twice what "
-                             "sets the learner apart from the sampler")
+            raise ValueError(f"{name} and ratio_to=sampler correct the same "
+                             "difference twice: choose one of them")
         if config.evict == "none" or config.learner == "shadow":
-            raise ValueError(f"{name} weighs a sampler that was not the learner; with "
-                             f"evict={config.evict}, learner={config.learner} both are "
-                             "one policy: it takes an eviction method, --learner=dense")
+            raise ValueError(f"{name} is for a sampler that differs from the learner; "
+                             f"with evict={config.evict}, learner={config.learner} "
+                             "they are one policy: evict keys, with --learner=dense")
 
     def prepare(self, rollout, rewards, score):
         """Once per rollout, before its first update: what takes the whole batch, so that

@@ -213,11 +213,11 @@ class Transformer(nn.Module):
         and some tokenizers have holes. Raises ValueError for ids that the model does not have."""
         if not 1 <= n <= self.config.vocab_size:
             raise ValueError(
-                f"the tokenizer has {n} ids, the model {self.config.vocab_size}")
+                f"the tokenizer has {n} ids, the model takes {self.config.vocab_size}")
         absent = sorted(set(absent))
         if absent and not 0 <= absent[0] <= absent[-1] < n or len(absent) == n:
-            raise ValueError(f"absent ids must be some of 0 to {n - 1}, got "
-                             f"{len(absent)} from {absent[0]} to {absent[-1]}")
+            raise ValueError(f"absent ids must be some, not all, of 0 to {n - 1}, "
+                             f"got {len(absent)} from {absent[0]} to {absent[-1]}")
         self.vocab_used = n
         self.absent = torch.tensor(absent, dtype=torch.int64, device=self.device)
 

@@ -258,8 +258,8 @@ def logged(cache, prompts, group, temperature, tokens, logps, stop):
     if not logps.isfinite().all():
         why = "a weight is not finite, or training diverged"
         if cache.response_k.dtype == torch.float16:
-            why = ("activations are beyond 65,504, where float16 ends, or training "
-                   "diverged; --dtype=bfloat16 or --dtype=float32 goes further")
+            why = ("activations exceed 65,504, the largest float16, or training "
+                   "diverged; try --dtype=bfloat16 or --dtype=float32")
         raise NotFinite(f"the model's logits hold NaN or inf: {why}")
     if not cache.finite:
         method = cache.eviction.method

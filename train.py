@@ -12,13 +12,13 @@ sampled (learner = "shadow"), and a KL term lets the dense policy learn from it 
 
     loss = objective(shadow) + distill * KL(dense || stop-gradient(shadow))
 
-each response's KL times its reward (distill_on): what is wrong teaches nothing. The model as it was
-before training can be the teacher instead (teacher = "initial").
+Each response's KL is multiplied by its reward (distill_on), so a wrong answer teaches nothing. The
+model as it was before training can be the teacher instead (teacher = "initial").
 
 Read `main` for the loop and `update` for the loss; run/ holds what surrounds them. The usual
 repair, weights for a sampler that was not the learner (correction), is here too, to be compared
 with. Under torchrun several ranks share the prompts of each step and the gradient
-(support/parallel.py); `share` is everything where there is one. All randomness of a step is a
+(support/parallel.py); of a single process, `share` is everything. All randomness of a step is a
 function of (seed, step), so a checkpoint needs no RNG state beyond those two numbers, and it does
 not matter which rank samples.
 """
@@ -54,7 +54,7 @@ out_dir = "out"          # folder for log.jsonl, samples.txt, config.json, ckpt.
 resume = False           # go on from out_dir/ckpt.pt
 overwrite = False        # throw away the run that out_dir holds
 tracker = "none"         # also show the log in tensorboard (out_dir/tensorboard) or wandb
-dry_run = False          # measure memory and time of the largest step, without out_dir, and end
+dry_run = False          # measure memory and time of the largest step, write nothing, and end
 seed = 0
 device = "auto"          # auto: cuda if there is one; cpu, cuda, cuda:1
 dtype = "auto"           # weights: float32, bfloat16, float16; auto: on cuda by size, else float32
@@ -63,69 +63,69 @@ model = TINY             # a folder or a hub name; here the embedded checkpoint
 task = "kv4"             # needle, kv, kv4, kv16, list, own, hop, sum, FILE, gsm8k:DIR, module:name
 eval_task = ""           # a .jsonl file of held-out problems; "": a tenth of the task's, by a hash
 reward = "auto"          # auto, exact, number, boxed, math, choice, contains, or module:function
-shots = 0                # problems of the file that come first in every prompt, answered; 0 .. 8
+shots = 0                # solved problems of the task's file in front of every prompt; 0 .. 8
 prompt_tokens = 256      # longest prompt in tokens; 64 .. the model's context
 template = ""            # more arguments for the chat template, JSON: {"enable_thinking": false}
 template_file = ""       # a chat template in place of the checkpoint's
-raw_text = False         # the prompt as it stands in the file, without the chat template
-control_tokens = False   # with raw_text: text that spells a control token is that token
-skip_long = False        # leave out problems of a file that are too long, instead of refusing it
+raw_text = False         # take the prompt as it is in the file, without the chat template
+control_tokens = False   # with raw_text: text such as <|im_end|> becomes that control token
+skip_long = False        # leave out problems that are too long, instead of ending with an error
 # rollout
 prompts = 16             # prompts per step; 4 .. 128
-group = 8                # samples per prompt; 2 .. 64, and 1 will do for ppo
+group = 8                # samples per prompt; 2 .. 64, with ppo also 1
 max_new_tokens = 17      # longest response in tokens
 temperature = 1.0        # of the sampler and every log-prob; 0.01 .. 100
 stop = ""                # a response ends with the token that completes this text; or a JSON list
 evict = "snapkv"         # none, snapkv, rkv, h2o, recent, random (kvcache.EVICT), or module:name
 budget = 56              # prompt keys kept per layer and KV head, window and sinks included
-spread = "uniform"       # of the budget over layers and KV heads: uniform, pyramid, adaptive
-window = 20              # last prompt rows: kept, and their attention votes; 8 .. 64
+spread = "uniform"       # budget shared among layers and KV heads: uniform, pyramid, adaptive
+window = 20              # last prompt tokens: kept, and their attention votes; 8 .. 64
 sinks = 2                # first prompt keys that are never dropped, in tokens; 0 .. 16
 pool = 7                 # width in keys over which votes are pooled; odd, 1 .. 21
-pool_by = "max"          # max: the largest of neighbouring votes, or their mean
+pool_by = "max"          # max: the largest of neighbouring votes; mean: their mean
 response_budget = 0      # response keys kept per layer and KV head, window included; 0: all
 period = 128             # steps between evictions of response keys; 8 .. 512
 # learner
 objective = "grpo"       # grpo, ppo (learns a value), dpo (best against worst), or module:name
-learner = "shadow"       # the policy that it updates: shadow (replays the mask), dense (ignores it)
-correction = "none"      # weights for a sampler that was not the learner: tis, mis, sparse_rl
-ratio_to = "learner"     # of the clipped ratio: the learner before its update, or the sampler
+learner = "shadow"       # the policy that is updated: shadow (replays the mask), dense (ignores it)
+correction = "none"      # weights for a sampler that was not the learner: none, tis, mis, sparse_rl
+ratio_to = "learner"     # what the clipped ratio divides by: learner before its update, or sampler
 ref_kl = 0.0             # weight of the learner's KL to the initial model, k3; 0 .. 1
 distill = 0.1            # weight of one policy's KL to its teacher, over the vocabulary; 0 .. 1
 distill_to = "dense"     # the policy that has a teacher: dense or shadow
-distill_by = "kl"        # or one_sided: where the teacher's log-prob of a sampled token is higher
-distill_on = "reward"    # all, or reward: each response weighs its reward, within 0 .. 1
-teacher = "other"        # the other policy, or initial: the same policy before training
+distill_by = "kl"        # kl; one_sided: by how much the teacher's log-prob of the token is higher
+distill_on = "reward"    # all; reward: each response is weighted by its reward, cut to 0 .. 1
+teacher = "other"        # other: the other policy; initial: the same policy before training
 norm = "sequence"        # loss reduction: sequence (GRPO), token (DAPO), constant (Dr. GRPO)
 clip = 0.2               # lower clip of the ratio; in ppo also the clip of the values
 clip_high = 0.2          # upper clip of the ratio; 0.28 in DAPO
-updates = 1              # optimizer steps per rollout; 1 .. 4, and a lower lr with more
+updates = 1              # optimizer steps per rollout; 1 .. 4; more of them need a lower lr
 gamma = 1.0              # ppo: discount per token; 0.9 .. 1
 lam = 1.0                # ppo: 1 trusts the reward alone, 0 the next value alone; 0.9 .. 1
 value_coef = 0.1         # ppo: weight of the value loss; 0.05 .. 1
 beta = 0.1               # dpo: strength of the pull to the initial weights; 0.01 .. 1
 micro_rows = 16384       # packed rows per forward pass of the learner; lower it if memory runs out
-checkpointing = False    # keep less for the backward pass, a fifth more time; for long prompts
+checkpointing = False    # less memory for a fifth more time, by computing activations twice
 # LoRA: small matrices are trained beside the large ones
-lora_rank = 0            # of those matrices; 0: all weights are trained, else 4 .. 64
+lora_rank = 0            # rank of the small matrices, 4 .. 64; 0: no LoRA, all weights are trained
 lora_alpha = 32.0        # their product is scaled by lora_alpha / lora_rank
-lora_targets = "all"     # beside which: all, qkvo, or names such as q_proj,v_proj,down_proj
+lora_targets = "all"     # the large ones: all, qkvo, or names such as q_proj,v_proj,down_proj
 # optimizer: AdamW on fp32 masters
 steps = 60
 lr = 6e-4                # with LoRA about ten times that of full training
 warmup = 5               # steps of linear warm-up
-lr_schedule = "constant" # after it: constant; linear or cosine, at lr_end one step after the last
-lr_end = 0.0             # a fraction of lr
+lr_schedule = "constant" # after the warm-up: constant, or linear or cosine down to lr_end
+lr_end = 0.0             # where linear and cosine end, as a fraction of lr
 beta2 = 0.95
 weight_decay = 0.0
 grad_clip = 1.0          # largest gradient norm
 # evaluation: greedy, held-out problems, with the compressed cache and with the dense one
 eval_every = 20          # steps; also before step 0 and at the end
-eval_problems = 128      # how many
-eval_final = 128         # how many before step 0 and in the last two; 1024 in experiments
-eval_first = 0           # number of the first: others for choosing settings than for judging them
+eval_problems = 128      # problems per evaluation
+eval_final = 128         # problems before step 0 and in the last two; 1024 in experiments
+eval_first = 0           # number of the first problem; choose settings on others than you report
 eval_batch = 128         # problems decoded at once
-eval_evict = "auto"      # its cache: auto (as evict; snapkv for none), a name, or module:name
+eval_evict = "auto"      # as evict, but auto: that of training (snapkv where it is none)
 save_every = 20          # steps between checkpoints and between samples
 
 DEFAULTS = {key: value for key, value in globals().items()

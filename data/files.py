@@ -107,8 +107,8 @@ def read_splits(paths, shots, notes, **how):
         splits = {"train": [p for p in every if key(p) not in known],
                   "eval": sorted(held, key=key)}
         if both := len(every) - len(splits["train"]):
-            notes.append(f"{train}: {both} of {len(every)} problems stand in "
-                         f"{held_out[0]} too and are not trained on")
+            notes.append(f"{train}: {both} of {len(every)} problems are also in "
+                         f"{held_out[0]} and are not trained on")
     examples, splits["train"] = splits["train"][:shots], splits["train"][shots:]
     if not splits["train"]:
         raise ValueError(f"{train}: no problem is left to train on")
@@ -139,14 +139,14 @@ def read_problems(path, notes=None, rule="auto", no_chat=""):
             raise ValueError(f"{path}:{i} {e}") from None
         at, known = first.setdefault(key(p), (i, p))
         if isinstance(rule, str) and not earns(rule, known.answer, p.answer):
-            raise ValueError(f"{path}:{i} asks what line {at} asks, and answers "
+            raise ValueError(f"{path}:{i} asks the same as line {at}, with the answer "
                              f"{p.answer[:80]!r} instead of {known.answer[:80]!r}")
         repeats += at != i
     if not first:
         raise ValueError(f"{path} holds no problem")
     if repeats and notes is not None:
-        notes.append(f"{path}: {repeats} of {len(first) + repeats} problems stand "
-                     "there again and are left out")
+        notes.append(f"{path}: {repeats} of {len(first) + repeats} problems are "
+                     "repeats and are left out")
     return tuple(p for _, p in first.values())
 
 
@@ -170,7 +170,7 @@ def lines_of(path):
     if not os.path.exists(path):
         raise FileNotFoundError(f"{path}: no such file")
     if not os.path.isfile(path):
-        raise ValueError(f"{path} is no regular file")
+        raise ValueError(f"{path} is not a regular file")
     if os.path.getsize(path) > LARGEST_FILE:
         raise ValueError(f"{path} has {os.path.getsize(path):,} bytes, at most "
                          f"{LARGEST_FILE:,} are read")
@@ -192,7 +192,7 @@ def lines_of(path):
 def read_line(line, rule="auto", where=""):
     """One line of a file -> Problem"""
     def refuse(constant):
-        raise ValueError(f"{constant} is no number")
+        raise ValueError(f"{constant} is not a number")
 
     try:
         # a number stays what is written: 0.00001 does not become 1e-05
@@ -304,7 +304,7 @@ def split_file(problems, hold_out=HOLD_OUT, name="problems", also=""):
     smallest. also: what else to say where they are too few."""
     if len(problems) < hold_out:
         raise ValueError(f"{name}: {len(problems)} problems are too few: one in "
-                         f"{hold_out} is held out; at least {hold_out}, or "
+                         f"{hold_out} is held out; add some, up to {hold_out}, or use "
                          f"--eval_task=FILE{also}")
     held = sorted(problems, key=key)[:-(-len(problems) // hold_out)]
     last = key(held[-1])

@@ -94,7 +94,7 @@ class Own:
         function = name.partition(":")[2]
         if not callable(self.function):
             raise ValueError(f"reward {name}: {self.file} must define the function "
-                             f"{function!r}, it is {self.function!r:.80}")
+                             f"{function!r}, got {self.function!r:.80}")
         taken = ("rows", "texts") if self.batch else ("row", "text")
         must_take(f"reward {name}", self.function, *taken, "tokens")
 
@@ -133,8 +133,8 @@ class Own:
         self.names = self.names or list(found)
         if set(found) != set(self.names):
             raise RewardError(f"has the names {', '.join(sorted(found))}, before it "
-                              f"had {', '.join(sorted(self.names))}: must be the same "
-                              "in each call")
+                              f"had {', '.join(sorted(self.names))}: they must be the "
+                              "same in each call")
         return found
 
 

@@ -245,13 +245,13 @@ def prompt_encoder(tok, template=None, examples=(), raw=False, control=False):
     answered."""
     template = template or {}
     if not isinstance(template, dict):
-        raise ValueError(f"template is {template!r}, must be an object")
+        raise ValueError(f"template must be a JSON object, got {template!r}")
     if template and (raw or not tok.has_chat):
         why = "raw_text=True uses" if tok.has_chat else "this checkpoint has"
         raise ValueError(f"template {min(template)!r}: {why} no chat template")
     if control and not raw:
-        raise ValueError("control_tokens=True needs raw_text=True: in a chat template, "
-                         "or before \"Answer:\", what a prompt says is text")
+        raise ValueError("control_tokens=True needs raw_text=True: elsewhere, text in "
+                         "a prompt never becomes a control token")
 
     def chat(prompt):
         """-> the system's messages, the others"""
@@ -306,8 +306,8 @@ def stop_strings(setting):
         except ValueError:
             found = [None]
     if not all(isinstance(text, str) and text for text in found):
-        raise ValueError(f"stop {shown(setting)}: a text, or a JSON list of texts, "
-                         "none empty")
+        raise ValueError(f"stop {shown(setting)}: must be a text, or a JSON list of "
+                         "texts, none empty")
     return tuple(found)
 
 
@@ -471,8 +471,8 @@ class Problems:
             self.longest = max(lengths)
             there = len(self.file["eval"])
             if eval_first >= there:
-                raise ValueError(f"eval_first {eval_first}: {eval_task or task} holds "
-                                 f"out {there} problems")
+                raise ValueError(f"eval_first {eval_first} must be below the "
+                                 f"{there} held-out problems of {eval_task or task}")
             self.n_eval = min(n_eval, there - eval_first)
             self._describe(paths, examples, wanted=n_eval, median=median_high(lengths))
             self._note_spelled(tok)
@@ -497,17 +497,17 @@ class Problems:
                    f"{self.longest}")
         for each in examples:
             if isinstance(self.rule, str) and (earned := reward(each, each.worked)) < 1:
-                self.notes.append(f"shots: the answer of {each.where} earns "
-                                  f"{earned:.3g} by reward={self.rule}, which the "
-                                  "model will copy")
+                self.notes.append(f"shots: the answer of {each.where}, whose form the "
+                                  f"model will copy, earns {earned:.3g} by "
+                                  f"reward={self.rule}")
         if examples:
             self.notes.append(f"shots={len(examples)}: in front of each problem "
                               f"{', '.join(each.where for each in examples)}")
         gold = [each.answer for pool in pools for each in pool]
         words = len(gold) - sum(map(answers.is_number, gold))
         if words and self.rule == "auto":
-            self._note(f"{words} answers are no numbers and have to be given word for "
-                       "word")
+            self._note(f"{words} answers are no numbers: a response must give them "
+                       "word for word")
 
     def _note_spelled(self, tok):
         """A note on prompts through which a chat template seems to have gone already."""
@@ -517,7 +517,7 @@ class Problems:
         if found and not self.control_tokens:
             self._note(f"{len(found)} of {len(texts)} prompts spell control tokens "
                        f"({found[0]}), which stay text; if a chat template has written "
-                       "them, say --raw_text=True --control_tokens=True")
+                       "them, add --raw_text=True --control_tokens=True")
 
     def _check_lengths(self, skip_long):
         """Sorts out prompts that are too long, split by split, so that the others stay where

@@ -213,8 +213,8 @@ class Tokenizer:
         end = self.cut.match(after.lstrip())
         if found and end and self.added[end[0]] not in self.stop_ids:
             self.notes.append(f"the chat template ends turns with {end[0]!r}, which "
-                              "the checkpoint does not call a stop token: here it is "
-                              "one")
+                              "the checkpoint does not list as a stop token: it is "
+                              "used as one")
             self.stop_ids = tuple(sorted({*self.stop_ids, self.added[end[0]]}))
 
     def __len__(self):
@@ -294,7 +294,7 @@ class Tokenizer:
         added = {*self.added.values()}
         if [i for i in real if i in added] != [i for i in ids if i in added]:
             raise ValueError("a message spells a control token, and the chat template "
-                             "looks into it in a way by which it may become one")
+                             "handles it in a way that may turn it into one")
         return real
 
 

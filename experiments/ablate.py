@@ -15,7 +15,7 @@ every arm and go to train.py; --help lists them.
 
 The idea. One process of train.py per run, so that a run that fails takes no other with it and can
 be repeated by hand. What was finished is never run again and what was begun goes on: after an
-interrupt, or with more seeds, say the same command. Ctrl-C, SIGTERM and SIGHUP go on to every run,
+interrupt, or with more seeds, run the same command. Ctrl-C, SIGTERM and SIGHUP go on to every run,
 which saves; on Linux they also do when this program is killed. On GPUs each run gets the card with
 the fewest others; with more jobs than cards they share, and minutes are then no measure of speed. A
 finished run needs only log.jsonl and config.json: ckpt.pt, model/ and best/ may be deleted, which
@@ -27,8 +27,8 @@ not end count nowhere and are named under the table.
 Whoever looks at all differences finds one. So --compare names up to four before the first run
 starts, each two arms and the cache that they are served with; they are written down at once, and
 the table says if that was later. Seeds pair the arms: the same training problems, and the same
-held-out problems for all. They are tested with Student's t, for whose p Holm's correction pays,
-and beside it by ranks. Up to two more may be margins, not tested and so not paid for: of
+held-out problems for all. They are tested with Student's t, whose p Holm's method corrects, and
+also by ranks. Up to two more may be margins, which are not tested and need no correction: for
 smd/dense/dense>-0.02 (in quotes: a shell reads > otherwise) the table says if the interval of smd
 minus dense lies above -0.02. For "smd lr=1e-3" it is enough to say smd while no other arm begins
 so: what is compared can be written down before learning rates are chosen.
@@ -106,7 +106,7 @@ def parse(argv):
         raise ValueError("write --out=FOLDER")
     of_table = all(re.match("--(table|out|keep|compare)=", arg) for arg in own)
     if options.table and (common or not of_table):
-        raise ValueError("--table runs nothing: only --out, --keep, --compare, arms")
+        raise ValueError("--table runs nothing: only arms, --out, --keep, --compare")
     if not (arms or options.table):
         raise ValueError("no arm: name a config file, or --table (--help says more)")
     return options, arms, common
@@ -127,7 +127,7 @@ def parse_arm(text):
         key, _, value = option[2:].partition("=")
         name.append(f"{key}={os.path.basename(value)}")
     if not name[0].strip("."):
-        raise ValueError(f"arm {text!r}: {files[-1]} gives no name to a folder")
+        raise ValueError(f"arm {text!r}: {files[-1]} cannot name a folder")
     return " ".join(name), files, options
 
 
@@ -144,8 +144,8 @@ def request(texts, common, seeds):
         for key in ("seed", "out_dir", "resume", "overwrite"):
             given = any(arg.startswith(f"--{key}=") for arg in args)
             if given or getattr(config, key) is True:
-                raise ValueError(f"arm {name!r}: {key}: every run gets its own, from "
-                                 "--seeds and --out")
+                raise ValueError(f"arm {name!r}: leave out {key}, every run gets "
+                                 "its own from --seeds and --out")
         if config.dry_run:
             raise ValueError(f"arm {name!r}: dry_run=True trains nothing")
         arms[name] = dict(args=shlex.join(args), seeds=list(seeds), steps=config.steps,
@@ -181,7 +181,7 @@ def comparisons(named, arms):
     for one, other, *rest in logs.parse_compare(named["compare"]):
         pair = [full_name(name, arms) for name in (one, other)]
         if pair[0] == pair[1]:
-            raise ValueError(f"compare: {one!r} and {other!r} are one arm")
+            raise ValueError(f"compare: {one!r} and {other!r} are the same arm")
         found.append((*pair, *rest))
     return found
 
@@ -194,7 +194,7 @@ def full_name(name, arms):
     if not found:
         raise ValueError(f"compare: no arm {name!r}, only {', '.join(arms)}")
     if len(found) > 1:
-        raise ValueError(f"compare: {name!r} may be any of {', '.join(found)}")
+        raise ValueError(f"compare: {name!r} may mean any of {', '.join(found)}")
     return found[0]
 
 
@@ -310,7 +310,7 @@ def report(name, path, code, seconds, stopped):
     after = f"after {seconds / 60:.1f} min"
     file = os.path.join(path, "train.log")
     if stopped and -code in SIGNALS:  # train.py does not handle them yet
-        return f"{name}: stopped {after}, as it started ({file})", False
+        return f"{name}: stopped {after}, while starting ({file})", False
     try:
         log = [] if code else read(os.path.join(path, "log.jsonl"))
         if ended(log):
@@ -318,7 +318,7 @@ def report(name, path, code, seconds, stopped):
                                 for cache, key in CACHES.items())
             return f"{name}: ended {after}, held-out reward: {rewards}", True
         with open(file, encoding="utf-8", errors="replace") as f:
-            said = [line for line in f if line.strip()] or ["it said nothing"]
+            said = [line for line in f if line.strip()] or ["no output"]
         why = printable(said[-1])
     except (OSError, ValueError) as e:
         why = printable(str(e))
@@ -346,7 +346,7 @@ def strip(name, path):
             with suppress(OSError):  # it is not there, or holds somebody's own
                 os.rmdir(os.path.join(path, part))
     except OSError as e:
-        tell(f"{name}: weights stay in {path}: {e}", sys.stderr)
+        tell(f"{name}: could not delete weights in {path}: {e}", sys.stderr)
 
 
 def at_work(runs, done, of):
@@ -393,7 +393,7 @@ def run_all(todo, jobs, threads, lean=False):
                 told = time.monotonic()
             if len(signals) > heard:
                 signum = signals[-1]
-                what = "every run finishes its step and saves; once more kills"
+                what = "every run finishes its step and saves; a second signal kills"
                 if heard:
                     signum, what = signal.SIGKILL, "killed"
                 tell(f"{signal.Signals(signals[-1]).name}: {what}", sys.stderr)

@@ -72,9 +72,9 @@ def compare(config, n):
 
 
 def main(argv=None):
-    parser = Arguments("adapters", "the adapters of naive and smd on the same problems")
+    parser = Arguments("adapters", "answers of the adapters of naive and smd")
     parser.add_argument("--model", default="HuggingFaceTB/SmolLM2-135M-Instruct",
-                        help="that model: a folder or a hub name")
+                        help="their base model: a folder or a hub name")
     parser.add_argument("--problems", type=int, default=4,
                         help="how many held-out problems")
     args = parser.parse_args(argv)

@@ -18,6 +18,7 @@ from fast.attention import make_plan
 from fast.decode_attn import decode_attention, formula
 from fast.launch import interpreted, triton
 from shadow_attn import definition, shadow_attention
+from support.configurator import help_if_asked
 from support.run import tell
 
 CUDA = torch.cuda.is_available()
@@ -202,6 +203,7 @@ def microseconds(arguments, calls=50):
 
 def main():
     """-> exit code"""
+    help_if_asked(sys.argv, __doc__)
     card, dtypes = "CPU", [torch.float32]
     if CUDA:
         card = torch.cuda.get_device_name()

@@ -1355,7 +1355,7 @@ def facts():
 
 
 def arguments(argv=None):
-    a = Arguments(prog="bench", description="benchmarks; see the head of this file")
+    a = Arguments(prog="bench", description="measure time and memory (docs/speed.md)")
     a.add_argument("part", choices=(*PARTS, "all"),
                    help="attention; sampling; a learner's forward and backward pass; a "
                    "whole training step, also with LoRA, also on several cards; "
@@ -1365,7 +1365,7 @@ def arguments(argv=None):
     a.add_argument("--shape", choices=list(SHAPES),
                    help="only the tables of this model (attn has none)")
     a.add_argument("--model", default="",
-                   help="of dtype: a folder or a hub name; else random weights")
+                   help="for dtype: a folder or a hub name; else random weights")
     a.add_argument("--out", default="out-bench", type=os.path.expanduser,
                    help="folder for the numbers as JSON")
     return a.parse_args(argv)
@@ -1383,9 +1383,9 @@ def request(a):
         raise ValueError(f"{a.part} has no table of {a.shape}{among}")
     if parallel.size() > 1 and list(wanted) != ["cards"]:
         raise ValueError(
-            f"{a.part} is of one card: say it without torchrun, which is for cards")
+            f"{a.part} measures one card: run it without torchrun")
     if a.model and list(wanted) != ["dtype"]:
-        raise ValueError(f"{a.part} does not use --model, which is of dtype")
+        raise ValueError(f"{a.part} does not use --model, which only dtype does")
     if a.model:
         find_checkpoint(a.model)
         wanted["dtype"] = [dict(table, model=a.model) for table in wanted["dtype"]]

@@ -35,6 +35,7 @@ from kvcache import EVICT, Eviction, attention, logits, pooled
 from model import Transformer
 from rollout import Rollout, generate
 from shadow_attn import visible
+from support.configurator import help_if_asked
 from support.screen import one_line_errors, tell
 
 ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
@@ -559,9 +560,10 @@ def line_of(e, path):
 def main(argv=None):
     """-> exit code"""
     args = sys.argv[1:] if argv is None else argv
+    help_if_asked(args, __doc__)
     if len(args) != 2 or args[0] not in map(str, EXERCISES):
-        sys.exit(f"error: python -m experiments.check NUMBER mine.py, NUMBER from 1 to "
-                 f"{len(EXERCISES)}")
+        sys.exit("error: write python -m experiments.check NUMBER mine.py, NUMBER from "
+                 f"1 to {len(EXERCISES)}")
     with one_line_errors(OSError):
         wrong = check(int(args[0]), args[1])
     if wrong is None:

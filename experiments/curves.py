@@ -437,10 +437,12 @@ def main(argv=None):
     args = Arguments("curves", "draw rewards of arms under both caches")
     args.add_argument("folder", help="logs, as ablate writes or keeps them")
     args.add_argument("names", nargs="*",
-                      help="arms, else all; with --bases=True: more folders")
-    args.add_argument("--out", default="curves.png", help="a .png")
-    args.add_argument("--dots", default=False, type=bool, help="one reward by another")
-    args.add_argument("--bases", default=False, type=bool, help="by the base's reward")
+                      help="arms, else all of them; with --bases=True: more folders")
+    args.add_argument("--out", default="curves.png", help="the picture, a .png")
+    args.add_argument("--dots", default=False, type=bool,
+                      help="draw one reward against the other")
+    args.add_argument("--bases", default=False, type=bool,
+                      help="draw rewards against those of the base")
     args = args.parse_args(argv)
     with one_line_errors(ValueError, OSError):
         if args.dots and args.bases:

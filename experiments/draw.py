@@ -583,7 +583,7 @@ FIGURES = {f.__name__: f for f in (mask, kept, rows, tiles, acceptance)}
 def main(argv=None):
     args = Arguments("draw", "print the numbers of a figure, or draw it")
     args.add_argument("figure", nargs="?", choices=[*FIGURES], default="mask",
-                      help="what the text at the head of this file lists")
+                      help="which one, as docs/figures.md shows them")
     args.add_argument("--out", type=os.path.expanduser,
                       help="a .png to draw to; without it, lines of text")
     args = args.parse_args(argv)

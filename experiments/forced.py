@@ -98,7 +98,7 @@ def measure(folder, config, n):
 
 
 def main():
-    args = Arguments("forced", __doc__)
+    args = Arguments("forced", __doc__.strip().partition("\n")[0])
     args.add_argument("folders", nargs="+", help="folders of models")
     args.add_argument("--n", type=int, default=256, help="held-out problems")
     args.add_argument("--device", default="auto")

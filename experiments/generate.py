@@ -38,22 +38,22 @@ OPTIONS = {  # default, help
     "model": (os.path.join(ROOT, "data", "tiny"), "a folder or a hub name"),
     "system": ("", "what a system message says before the prompt"),
     "template": ("", 'arguments for the chat template: {"enable_thinking": false}'),
-    "raw_text": (False, "prompt without chat template"),
-    "control_tokens": (False, "with raw_text: text that spells a control token is one"),
+    "raw_text": (False, "take the prompt as it is, without the chat template"),
+    "control_tokens": (False, "with raw_text: text such as <|im_end|> is that token"),
     "device": ("auto", "auto: cuda if there is one; cpu, cuda:N"),
-    "group": (1, "samples"),
-    "max_new_tokens": (64, "longest response"),
-    "temperature": (0.0, "0: greedy"),
+    "group": (1, "how many responses"),
+    "max_new_tokens": (64, "longest response in tokens"),
+    "temperature": (0.0, "of the sampler; 0: greedy"),
     "seed": (0, "of the sampling"),
     "evict": ("snapkv", f"{', '.join(EVICT)}, or module:name"),
     "budget": (256, "prompt keys kept per layer and KV head"),
-    "spread": ("uniform", "of the budget over layers and KV heads"),
-    "window": (32, "last tokens, whose attention votes"),
-    "sinks": (4, "first tokens, which are always kept"),
+    "spread": ("uniform", "how the budget is shared among layers and KV heads"),
+    "window": (32, "last prompt tokens, whose attention votes"),
+    "sinks": (4, "first prompt tokens, which are always kept"),
     "pool": (7, "width over which votes are pooled, odd"),
-    "pool_by": ("max", "of neighbouring votes"),
+    "pool_by": ("max", "the largest of neighbouring votes, or their mean"),
     "response_budget": (0, "response keys kept; 0: all"),
-    "period": (128, "steps between evictions of these")}
+    "period": (128, "steps between evictions of response keys")}
 CHOICES = dict(spread=list(SPREAD), pool_by=list(POOL))
 RANGES = dict(group=(1, 10**6), max_new_tokens=(1, 10**9), temperature=(0, 100),
               seed=(0, 2**40))
@@ -160,8 +160,8 @@ def run(args):
     if args.of_the_run:
         texts.insert(0, f"[as in the run that saved it: {args.of_the_run}]")
     if args.shots:
-        texts.insert(0, f"[{args.shots} answered examples stood before each prompt of "
-                     f"the run that saved it (--shots={args.shots}), none stand here]")
+        texts.insert(0, f"[the run that saved it had {args.shots} solved examples in "
+                     f"front of each prompt (--shots={args.shots}), here are none]")
     return [*texts, f"[{len(ids)} prompt tokens, {kept:.5g} kept per layer and KV head "
             f"({args.evict}); KV bytes {rollout.kv['kept']:,}, dense "
             f"{rollout.kv['dense']:,}]"]

@@ -55,7 +55,7 @@ def read(path):
     the line, for what train.py does not write: anything but JSON objects of finite numbers in
     the order of steps, an evaluation before the step of its number."""
     if not os.path.isfile(path):  # a FIFO would be waited for
-        raise FileNotFoundError(f"{path} is missing, or is no regular file")
+        raise FileNotFoundError(f"{path} is missing, or is not a regular file")
     rows, place = [], (-1, False)
     with open(path, "rb") as f:
         lines = [line for line in f if line.endswith(b"\n")]

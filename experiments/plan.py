@@ -34,6 +34,7 @@ import sys
 from statistics import fmean
 
 from experiments.logs import CACHES, load, results
+from support.configurator import help_if_asked
 from support.screen import one_line_errors, tell
 
 MAIN = ["dense", "naive", "tis", "shadow", "smd"]
@@ -225,6 +226,7 @@ def run(part, settings, todo):
 
 
 def main(argv):
+    help_if_asked(argv or ["--help"], __doc__)
     with one_line_errors(ValueError, OSError):
         names = [arg for arg in argv if not arg.startswith("--")]
         more = [arg for arg in argv if arg not in names]  # goes to every run
@@ -243,7 +245,7 @@ def main(argv):
             for name in names:
                 chosen = [part for part in there if f"{part}/".startswith(f"{name}/")]
                 if not chosen and name not in folders:
-                    raise ValueError(f"no part {name!r}: {', '.join(there)}")
+                    raise ValueError(f"no part {name!r}, only {', '.join(there)}")
                 for part in chosen:
                     todo = [(arms, [*options, *more]) for arms, options in there[part]]
                     failed += run(part, LONG, todo)

@@ -122,7 +122,7 @@ def main(argv=None):
     args = Arguments("plot", "draw the curves of runs of train.py")
     args.add_argument("folders", nargs="+", metavar="out_dir", help="folders of runs")
     args.add_argument("--out", default="",
-                      help="a .png; plot.png in the first folder unless named")
+                      help="the picture, a .png; else plot.png in the first folder")
     args = args.parse_args(argv)
     with one_line_errors(ValueError, OSError):
         runs = read_runs(args.folders)

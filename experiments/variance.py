@@ -482,7 +482,7 @@ def settings(argv):
     """-> namespace, list of lengths; --help ends the program. Raises ValueError."""
     others = {key: value for key, value in train.DEFAULTS.items() if key not in OWN}
     help_if_asked(argv, __doc__, ("settings", __file__, OWN),
-                  ("those of train.py", train.__file__, others))
+                  ("settings of train.py", train.__file__, others))
     argv = ["--figure=True" if arg == "--figure" else arg for arg in argv]
     c = SimpleNamespace(**configure(DEFAULTS, argv, choices=CHOICES,
                                     refused=REFUSED))

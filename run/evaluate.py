@@ -139,7 +139,7 @@ def check_best(run):
     if best:
         places = " with ".join(str(run.path(name)) for name in names)
         tell(f"{places} does not hold the model of step {best['step']}, the best so "
-             "far: the best is looked for anew from here on")
+             "far: the search for the best starts anew")
         del run.memory["best"]
     if evals and evals[-1]["step"] == run.step:  # its model is here
         run.memory["best"] = evals[-1]

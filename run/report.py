@@ -148,21 +148,20 @@ def finish(job):
          f"{last['eval_compressed']:.3f} with the compressed cache")
     what = f"step {best['step']}, {best['eval_compressed']:.3f}"
     if best["eval_compressed"] == 0:
-        what = "none of them earned anything, so it is the first, of step "
-        what += str(best["step"])
+        what = f"all earned 0, so it is the first one, of step {best['step']}"
     tell(f"best of {len(evals)} evaluations saved to {run.path('best')}: {what}")
     sizes = run.memory["kv"]
     kept, dense, shared = (sizes[name] for name in ("kept", "dense", "dense_shared"))
-    tell(f"KV cache of a rollout: {kept:,} bytes kept, {dense:,} dense "
-         f"(1/{dense / kept:.1f}), {shared:,} dense with each prompt shared by its "
-         f"group (1/{shared / kept:.1f})")
+    tell(f"KV cache of a rollout: {kept:,} bytes kept, 1/{dense / kept:.1f} of "
+         f"{dense:,} dense, 1/{shared / kept:.1f} of {shared:,} dense with each prompt "
+         "shared by its group")
     idle = run.memory.get("idle", 0)
     if idle:
         so = "these steps changed nothing"
         if idle == run.step:
             so = "nothing was learned"
-        tell(f"in {idle} of {run.step} steps the gradient was exactly 0, as where all "
-             f"groups earn the same throughout: {so}")
+        tell(f"in {idle} of {run.step} steps the gradient was exactly 0, as when all "
+             f"samples of each prompt earn the same: {so}")
     skipped = run.memory.get("skipped", 0)
     if skipped:
         tell(f"{skipped} of {run.step * job.config.updates} updates were skipped, as "

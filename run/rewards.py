@@ -64,6 +64,6 @@ def join_parts(several):
     for parts in several:
         if set(parts) != set(several[0]):
             here, there = (", ".join(each) or "none" for each in (parts, several[0]))
-            raise ValueError(f"the reward has the names {here} on one rank and {there} "
-                             "on another: must be the same in each call")
+            raise ValueError(f"the reward returned the names {here} on one rank, "
+                             f"{there} on another: they must be the same each time")
     return {name: sum((parts[name] for parts in several), []) for name in several[0]}

@@ -25,7 +25,7 @@ CHOICES = dict(
     correction=["none", *CORRECTIONS], ratio_to=["learner", "sampler"],
     norm=list(NORMS), dtype=["auto", "float32", "bfloat16", "float16"],
     lr_schedule=["constant", "linear", "cosine"], tracker=["none", *TRACKERS])
-CUTS = "it cuts the support of what the learner replays, so every ratio would be biased"
+CUTS = "the learner scores all tokens, so a sampler of some would bias every ratio"
 REFUSED = dict(top_p=CUTS, top_k=CUTS, min_p=CUTS)
 MANY = 10**9
 # Eviction says more on budget, window and sinks, an objective on group
@@ -68,15 +68,15 @@ def check_settings(config, defaults, objectives):
     check_reward(config.reward)
     check_lora(config, defaults)
     if not config.out_dir:
-        raise ValueError("out_dir is empty")
+        raise ValueError("out_dir is empty: name a folder")
     check_tracker(config.tracker)
     if config.lr_end and config.lr_schedule == "constant":
-        raise ValueError(f"lr_end={config.lr_end}: lr_schedule=constant goes nowhere; "
-                         "it takes linear or cosine")
+        raise ValueError(f"lr_end={config.lr_end} does nothing where "
+                         "lr_schedule=constant: set linear or cosine")
     how = (config.distill_by, config.teacher)
     if config.distill and how == ("one_sided", "initial"):
         raise ValueError("distill_by=one_sided compares the two policies of one "
-                         "model: it takes teacher=other")
+                         "model: set teacher=other")
 
 
 def tables_of(objectives):
@@ -108,17 +108,17 @@ def own_thing(name, key, elsewhere):
     if key == "task":
         pair = isinstance(found, tuple) and len(found) == 2
         if not (pair and all(map(callable, found))):
-            raise ValueError(f"{what}: must be a pair of two functions, what makes a "
-                             f"problem and what judges a text, it is {found!r:.80}")
+            raise ValueError(f"{what}: must be a pair of functions, one that makes a "
+                             f"problem, one that judges a text, got {found!r:.80}")
         must_take(what, found[0], "rng")
         must_take(what, found[1], "text", "answer")
     elif key == "objective":  # GRPO in grpo.py has all that one needs
         if not isinstance(found, type):
-            raise ValueError(f"{what}: must be a class, it is {found!r:.80}")
+            raise ValueError(f"{what}: must be a class, got {found!r:.80}")
         for member in ("value", "uses", "prepare", "loss"):
             if not hasattr(found, member):
                 raise ValueError(
-                    f"{what}: the class must define {member!r}, there is none")
+                    f"{what}: the class does not define {member!r}")
         must_take(what, found, "model", "settings", "initial")
         must_take(what, found.prepare, "self", "rollout", "rewards", "score")
         by_name = ("part", "batch", "old", "whole")
@@ -126,7 +126,7 @@ def own_thing(name, key, elsewhere):
         if hasattr(found, "check"):
             must_take(what, found.check, "config")
     elif isinstance(found, type) or not callable(found):
-        raise ValueError(f"{what}: must be a function, it is {found!r:.80}")
+        raise ValueError(f"{what}: must be a function, got {found!r:.80}")
     else:
         score = getattr(found, "score", found)  # of a Method
         needed = elsewhere and getattr(found, "needs_elsewhere", True)

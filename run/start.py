@@ -46,9 +46,9 @@ MEMORY = {  # of a run, as a checkpoint keeps it
     "evals": [EVALUATION], "answers": (ANSWERS, ANSWERS),
     "kv": dict(kept=int, dense=int, dense_shared=int), "best?": EVALUATION,
     "idle?": int, "in_a_row?": int, "skipped?": int, "wandb?": str, "reward?": str}
-NOT_LOADED = ("out of memory while the model was loaded, before the first step: it "
-              "needs a smaller model, weights of 16 bits (--dtype=bfloat16, on a card "
-              "without it float16), or more memory")
+NOT_LOADED = ("out of memory while the model was loaded, before the first step: take "
+              "a smaller model, 16-bit weights (--dtype=bfloat16, or float16 on a card "
+              "without it), or more memory")
 
 
 @dataclass
@@ -172,10 +172,10 @@ def check_ranks(config):
     """Raise ValueError for what several ranks cannot do."""
     ranks = parallel.size()
     if ranks > config.prompts:
-        raise ValueError(f"prompts={config.prompts} leave some of {ranks} ranks "
-                         "without one: raise prompts, or start fewer processes")
+        raise ValueError(f"prompts={config.prompts} is too few for {ranks} ranks: "
+                         "raise prompts, or start fewer processes")
     if ranks > 1 and config.dry_run:
-        raise ValueError("dry_run=True measures one process: say it without torchrun, "
+        raise ValueError("dry_run=True measures one process: run it without torchrun, "
                          f"with --prompts={largest_share(config)}, the share of one of "
                          f"{ranks} ranks")
 
@@ -191,8 +191,8 @@ def choose_dtype(config, folder):
     cuda = config.device.startswith("cuda")
     native = not cuda or torch.cuda.is_bf16_supported(including_emulation=False)
     if config.dtype == "bfloat16" and not native:
-        raise ValueError(f"dtype=bfloat16: {torch.cuda.get_device_name()} has no such "
-                         "arithmetic, use --dtype=float16 or --dtype=float32")
+        raise ValueError(f"dtype=bfloat16: {torch.cuda.get_device_name()} does not "
+                         "support it, use --dtype=float16 or --dtype=float32")
     if config.dtype != "auto":
         return
     with torch.device("meta"):  # shapes alone
@@ -238,7 +238,8 @@ def check_memory(config, net):
 def introduce(config, folder, net, problems, opt):
     """Print the facts that decide speed and memory."""
     cuda = config.device.startswith("cuda")
-    where = f"{torch.get_num_threads()} CPU threads"
+    threads = torch.get_num_threads()
+    where = "1 CPU thread" if threads == 1 else f"{threads} CPU threads"
     if cuda:
         where = torch.cuda.get_device_name()
     path = "Triton kernel" if cuda else "PyTorch reference"
@@ -263,7 +264,7 @@ def introduce(config, folder, net, problems, opt):
              f"{opt.trained / 1e6:.2f}M parameters are trained; these matrices are "
              "held twice, as loaded and as trained")
     elif needs_initial(config):
-        tell("a frozen copy of the initial model is held beside it")
+        tell("a frozen copy of the initial model is kept in memory")
     # other norms weigh long responses more, corrections weigh tokens: the loss then is not 0
     asked = (config.objective, config.correction, config.norm, config.ratio_to)
     if asked == ("grpo", "none", "sequence", "learner"):

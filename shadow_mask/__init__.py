@@ -20,7 +20,7 @@ ROOT = Path(__file__).resolve().parent.parent
 NAMES = {path.stem for path in ROOT.glob("*.py")}
 NAMES |= {path.parent.name for path in ROOT.glob("*/__init__.py")} - {__name__}
 if "train" not in NAMES:
-    raise ImportError(f"{__name__} is of a checkout's files: pip install -e . there")
+    raise ImportError(f"{__name__} needs the checkout: run pip install -e . there")
 __path__ = [str(ROOT)]  # where shadow_mask.model and the others are looked for
 
 

@@ -89,9 +89,9 @@ def open_to_append(path):
         fd = os.open(name, flags, 0o666, dir_fd=at)
     about, wrong = os.fstat(fd), None
     if not stat.S_ISREG(about.st_mode):
-        wrong = "is no regular file"
+        wrong = "is not a regular file"
     elif about.st_nlink > 1:
-        wrong = "has another name too"
+        wrong = "has another hard link"
     if wrong:
         os.close(fd)
         raise OSError(f"{path} {wrong}, and is not written to")
@@ -233,7 +233,7 @@ def check_whole(path):
     """Raises FileNotFoundError or, for a checkpoint that is not as it was written, ValueError,
     which name it."""
     if not os.path.isfile(path):  # a FIFO would be waited for
-        raise FileNotFoundError(f"{path} does not exist, or is no regular file")
+        raise FileNotFoundError(f"{path} does not exist, or is not a regular file")
     crc, size = 0, os.path.getsize(path) - LENGTH
     with open(path, "rb") as f:
         for start in range(0, size, 2**24):

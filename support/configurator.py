@@ -129,13 +129,13 @@ def unknown(key, where, defaults):
     text = f"{where}: unknown key {shown(key)}; "
     near = difflib.get_close_matches(written, defaults, n=1, cutoff=0.6)
     if ELSEWHERE.get(written) in defaults:
-        text += f"here it is {ELSEWHERE[written]!r}"
+        text += f"here it is called {ELSEWHERE[written]!r}"
     elif near:
         text += f"the nearest is {near[0]!r}"
     else:
         text += "--help lists the keys"
     if not where.startswith(("--", "'--")):
-        text += " (a helper's name begins with _)"
+        text += " (names that are no settings must begin with _)"
     return text
 
 
@@ -189,7 +189,7 @@ def read_file(path, defaults):
         key, at = node.target.id, f"{where}, line {node.lineno}"
         if key not in defaults:
             raise ValueError(unknown(key, at, defaults))
-        raise ValueError(f"{at}: what stands behind {key}: sets nothing; "
+        raise ValueError(f"{at}: a type behind {key}: sets no value; "
                          f"write {key} = value")
     return {key: value for key, value in scope.items()
             if not key.startswith("_") and not isinstance(value, ModuleType)}

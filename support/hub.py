@@ -25,7 +25,7 @@ def find_checkpoint(path):
             f"{folder} is a file: name the folder that holds config.json")
     if is_of_a_run(os.path.join(folder, "config.json")):
         raise FileNotFoundError(
-            f"{folder} is a run's folder: say --model={folder}/model or {folder}/best")
+            f"{folder} is a run's folder: use --model={folder}/model or {folder}/best")
     if not os.path.isdir(folder):
         if folder.startswith(("/", ".", "~")) or folder.count("/") > 1:
             raise FileNotFoundError(f"{shown(path)}: no such folder")
@@ -51,8 +51,8 @@ def download(name):
             ignore_patterns=["*/*", "consolidated*"])
     except Exception as e:
         raise FileNotFoundError(
-            f"{shown(name)} is neither a local folder nor could it be downloaded from "
-            f"the hub: {why_not(e)}") from None
+            f"{shown(name)} is no local folder and could not be downloaded from the "
+            f"hub: {why_not(e)}") from None
 
 
 def why_not(error):
@@ -120,8 +120,8 @@ def copy_finite(wanted, tensors):
         # one reading without a copy: NaN and infinity reach the least or the largest
         if not torch.stack(tensor.aminmax()).isfinite().all():
             dtype = str(tensor.dtype).removeprefix("torch.")
-            raise ValueError(f"{file}: tensor {name} holds NaN, infinity or what is "
-                             f"infinite in {dtype}")
+            raise ValueError(f"{file}: tensor {name} holds NaN, infinity or a number "
+                             f"too large for {dtype}")
 
 
 def read_safetensors(path):
@@ -135,7 +135,7 @@ def read_safetensors(path):
             why = ": weights are read from safetensors, no .bin"
             if listed:
                 why = ", although model.safetensors.index.json lists it"
-            raise FileNotFoundError(f"{file} is missing or no file{why}")
+            raise FileNotFoundError(f"{file} is missing or not a file{why}")
         try:
             with safe_open(file, framework="pt") as f:
                 lost = set(listed or ()) - set(f.keys())
@@ -167,8 +167,8 @@ def read_index(path):
     try:
         for name, shard in entry(read_json(index), "weight_map", dict).items():
             if not isinstance(shard, str) or not HERE.fullmatch(shard):
-                raise ValueError(f"{shown(name)} is in {shown(shard)}, which is no "
-                                 "name of a .safetensors file in this folder")
+                raise ValueError(f"{shown(name)} is in {shown(shard)}, which does not "
+                                 "name a .safetensors file in this folder")
             shards.setdefault(shard, []).append(name)
         if not shards:
             raise ValueError("weight_map lists no tensor")

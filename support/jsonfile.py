@@ -25,7 +25,7 @@ def read_json(file, default=None):
 def read_text(file):
     """What a text file holds. Raises FileNotFoundError or ValueError, which names it."""
     if not os.path.isfile(file):  # a FIFO would be waited for
-        raise FileNotFoundError(f"{file} is missing, or is no regular file")
+        raise FileNotFoundError(f"{file} is missing, or is not a regular file")
     if os.path.getsize(file) > LARGEST:
         raise ValueError(f"{file} has {os.path.getsize(file):,} bytes, at most "
                          f"{LARGEST:,} are read")
@@ -118,7 +118,7 @@ def reason(e):
     try:
         text = " ".join(str(e).split())
     except BaseException:  # whatever its __str__ raises; the name is told all the same
-        text = "its text cannot be made"
+        text = "its message cannot be read"
     return printable(f"{type(e).__name__}: {text}"[:200].removesuffix(": "))
 
 

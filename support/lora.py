@@ -42,8 +42,8 @@ def check_lora(c, defaults):
     """Raises ValueError for settings of LoRA without LoRA, and for targets that are none."""
     for key in ("lora_alpha", "lora_targets"):
         if not c.lora_rank and getattr(c, key) != defaults[key]:
-            raise ValueError(f"{key} {shown(getattr(c, key))} is of LoRA, which "
-                             f"lora_rank=0 leaves out: give a lora_rank, or no {key}")
+            raise ValueError(f"{key} {shown(getattr(c, key))} does nothing while "
+                             f"lora_rank=0: set lora_rank, or leave out {key}")
     targets_of(c)
 
 

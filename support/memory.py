@@ -192,7 +192,7 @@ def compare(phases, config, device, trials, first):
             f"tokens, {gigabytes(held(device))} GB held: lower prompt_tokens or group, "
             "or take a smaller model")
     release()
-    about = "" if device.startswith("cuda") else ", about: of the whole process"
+    about = "" if device.startswith("cuda") else " (about, of the whole process)"
     tell(f"dry run: GB held at the peak of each phase{about}; weights and optimizer "
          f"alone: {gigabytes(held(device))}")
     costs = measure_all(phases, config, device)
@@ -205,7 +205,7 @@ def compare(phases, config, device, trials, first):
     if costs[worst].fits and before is None:
         tell("the peak is not known: this system does not say what a process holds")
         return costs
-    tell(f"with one setting changed that may lower {worst}:")
+    tell(f"the same, with one setting changed that may lower the peak of {worst}:")
     for name, (other, reached) in trials(worst).items():
         known = {phase: cost for phase, cost in costs.items()
                  if phase not in reached and cost.fits}

@@ -21,8 +21,8 @@ from support.parallel import sum_gradients
 FIRST_SCALE = 2.0**16  # of the loss, where weights are fp16
 LARGEST_SCALE = 2.0**24
 GOOD_STEPS = 200       # with finite gradients, after which the scale is doubled
-BEYOND = ("beyond 65,504, where float16 ends (--dtype=bfloat16 or --dtype=float32 goes "
-          "further)")
+BEYOND = ("above 65,504, the largest float16 (try --dtype=bfloat16 or "
+          "--dtype=float32)")
 
 
 def adamw(params, config):

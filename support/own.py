@@ -33,7 +33,7 @@ def find_own(name, what):
     file = getattr(loaded, "__file__", None) or module
     if getattr(loaded, attribute, None) is None:
         raise ValueError(
-            f"{what} {shown(name)}: {file} must define {attribute!r}, there is none")
+            f"{what} {shown(name)}: {file} does not define {attribute!r}")
     FILES[file] = module
     return getattr(loaded, attribute), file
 

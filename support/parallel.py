@@ -221,7 +221,7 @@ def among_ranks():
         time.sleep(GRACE)
         if STORE.check([FAILED]):
             os._exit(1)
-        raise ConnectionError("another rank has ended without a word, killed perhaps "
+        raise ConnectionError("another rank has ended without an error, killed perhaps "
                               f"({e!s:.200})") from None
 
 
@@ -262,8 +262,8 @@ def start():
     try:
         STORE, number, n = next(dist.rendezvous("env://"))
     except ValueError as e:
-        raise SystemExit(f"error: torchrun is said to have started this process "
-                         f"(TORCHELASTIC_RUN_ID), but: {e}") from None
+        raise SystemExit(f"error: TORCHELASTIC_RUN_ID says that torchrun started "
+                         f"this process, but: {e}") from None
     backend = "gloo"
     if torch.cuda.is_available():
         backend = "cpu:gloo,cuda:nccl"  # by where a tensor lies
@@ -284,8 +284,8 @@ def end_with_launcher():
     try:
         socket.create_connection((host, port), timeout=30).close()
     except OSError as e:
-        raise SystemExit(f"error: torchrun does not answer at {host}:{port} ({e}): it "
-                         "was killed perhaps") from None
+        raise SystemExit(f"error: torchrun does not answer at {host}:{port} ({e}): "
+                         "perhaps it was killed") from None
 
 
 def watch(store):

@@ -28,8 +28,8 @@ def check_request(model, prompts, group, max_new_tokens, temperature, prefill_ro
             f"temperature must be finite and not negative, got {temperature}")
     first, count = part or (0, len(prompts))
     if not 0 <= first <= count - len(prompts):
-        raise ValueError(f"part must be (first, all), with {len(prompts)} prompts from "
-                         f"the first on, got {part}")
+        raise ValueError(f"part must be (number of the first prompt, of all), with "
+                         f"{len(prompts)} prompts here, got {part}")
     if prefill_rows < 1:
         raise ValueError(f"prefill_rows must be at least 1, got {prefill_rows}")
     if not 0 <= seed < 2**63:
@@ -83,8 +83,8 @@ def check_log(rollout):
     sizes = [len(prompt) for prompt in rollout.prompts]
     for b, (size, sampled) in enumerate(zip(sizes, rollout.sizes or sizes)):
         if size < 1 or size != sampled:
-            raise ValueError(f"prompt {b} has {size} tokens, the one that was sampled "
-                             f"from {sampled}")
+            raise ValueError(f"prompt {b} has {size} tokens, at sampling it had "
+                             f"{sampled}")
     shortest, longest = torch.stack(rollout.lengths.aminmax()).tolist()
     if shortest < 1 or longest > R:
         raise ValueError(
@@ -103,7 +103,7 @@ def check_log(rollout):
     for b, good in enumerate(torch.stack(sound).tolist()):
         if not good:
             raise ValueError(f"kept of prompt {b}: positions must be ascending and "
-                             f"inside, the prompt has {sizes[b]} tokens")
+                             f"within its {sizes[b]} tokens")
 
 
 def check_model(rollout, model):

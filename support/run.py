@@ -180,10 +180,10 @@ def choose_device(config):
         if parallel.launched():
             if index:
                 raise ValueError(f"device={config.device} is one card, torchrun gives "
-                                 "each rank its own: say --device=cuda")
+                                 "each rank its own: use --device=cuda")
             if parallel.card() >= cards > 0:
                 raise ValueError(f"torchrun started more ranks than the {cards} cards "
-                                 f"here: --nproc_per_node={cards}, or --device=cpu")
+                                 f"here: use --nproc_per_node={cards}, or --device=cpu")
             index = str(parallel.card())
             config.device = f"cuda:{index}"
         if int(index or 0) >= cards:
@@ -212,7 +212,7 @@ def hold(out_dir):
             raise ValueError(f"out_dir {out_dir!r} is in use by another "
                              "process") from None
         tell(f"out_dir is on a file system that cannot lock a folder ({e.strerror}): "
-             "see to it that no other process uses it")
+             "make sure that no other process uses it")
     HELD[where] = folder
     return folder
 
@@ -332,7 +332,7 @@ class Run:
         self.unsaved = not config.resume  # is there more than it holds?
         if config.resume and config.overwrite:
             raise ValueError("resume=True goes on with a run, overwrite=True throws "
-                             "it away: say one of them")
+                             "it away: choose one of them")
         self.check_inputs(inputs or {})
         if inputs:
             self.beside = read_beside(inputs["model"])
@@ -392,8 +392,9 @@ class Run:
                 raise ValueError(f"out_dir {out_dir!r} holds {name}, which no run of "
                                  "this program made: choose another --out_dir")
         if there and not self.config.overwrite and not (ours and self.nothing_saved()):
-            raise ValueError(f"out_dir {out_dir!r} holds another run: say "
-                             "--resume=True, --overwrite=True, or another --out_dir")
+            raise ValueError(f"out_dir {out_dir!r} holds another run: go on with it "
+                             "(--resume=True), throw it away (--overwrite=True), or "
+                             "choose another --out_dir")
 
     def check_links(self):
         """Raise ValueError for a link where this run would write: whoever made it may have meant a
@@ -525,7 +526,7 @@ class Run:
         with suppress(OSError):  # print may be what was interrupted
             name = signal.Signals(number).name
             line = f"\n{name}: finishing this step, then saving; "
-            line += "once more quits at once\n"
+            line += "a second signal quits at once\n"
             os.write(2, line.encode())
             if is_terminal(sys.stderr):  # where the cursor now is on a line of its own
                 LAST.stream = None
@@ -581,7 +582,7 @@ class Run:
         """Say so, in the next line of the log too, where a file, which may change, is another than
         when the run was saved."""
         if self.memory.get(key, fingerprint) != fingerprint:
-            tell(f"{key}: {file} is another than before step {self.step}")
+            tell(f"{key}: {file} has changed since the checkpoint of step {self.step}")
             self.replaced = key
         self.memory[key] = fingerprint
 
@@ -662,5 +663,5 @@ class Run:
         how = "the same command and --resume=True"
         if self.config.overwrite:
             how += " in place of --overwrite=True"
-        tell(f"saved in {self.config.out_dir} after step {self.step}; go on with {how}")
+        tell(f"saved in {self.config.out_dir} at step {self.step}; go on with {how}")
         sys.exit(128 + self.interrupted)

@@ -166,22 +166,22 @@ NAIVE = "config/naive.py"
     ([NAIVE, "--seeds=00"], "seeds must be between 1"), ([NAIVE, "--jobs=two"], "expects int"),
     ([NAIVE, "--first=-1"], "first must be between 0"), ([NAIVE, "--seeds"], "--key=value"),
     ([NAIVE, "--out="], "--out=FOLDER"), ([NAIVE, "--table=1"], "table expects True or False"),
-    (["x/...py"], "no name to a folder"), (["config/naive.py 'x"], "quotation"),
+    (["x/...py"], "cannot name a folder"), (["config/naive.py 'x"], "quotation"),
     ([NAIVE, "--keep=/proc/x"], "cannot write to folder '/proc/x'"),
     ([NAIVE, "--out=/proc/x"], "cannot write to folder '/proc/x'"),
     ([NAIVE, "--bugdet=3"], "nearest is 'budget'"), ([NAIVE, NAIVE], "two arms"),
     (["config/naive.py --out_dir=x"], "--seeds and --out"), ([NAIVE, "--seed=3"], "--seeds"),
-    ([NAIVE, "--resume=True"], "every run gets its own"), (["--table", "--lr=1"], "runs nothing"),
+    ([NAIVE, "--resume=True"], "leave out resume"), (["--table", "--lr=1"], "runs nothing"),
     (["--table", "--seeds=3"], "runs nothing"),
     (["--table"], "looked for log.jsonl, ARM/SEED/log.jsonl and ARM-SEED.jsonl"),
     (["config/dpo.py --correction=tis --learner=dense"], "does not use it"),
     ([NAIVE, "--dry_run=True"], "dry_run=True trains nothing"),
     ([NAIVE, "--compare=naive/smd/dense"], "compare: no arm 'smd', only naive"),
     ([NAIVE, "config/naive.py --lr=1e-5", "config/smd.py --lr=1e-5", "config/smd.py --lr=1e-4",
-      "--compare=naive/smd/dense"], "'smd' may be any of smd lr=1e-5, smd lr=1e-4"),
+      "--compare=naive/smd/dense"], "'smd' may mean any of smd lr=1e-5, smd lr=1e-4"),
     (["config/smd.py --lr=1e-5", NAIVE, "--compare=naive/smd lr/dense"], "no arm 'smd lr', only"),
     (["config/smd.py --lr=1e-5", "--compare=smd/smd lr=1e-5/dense"],
-     "'smd' and 'smd lr=1e-5' are one arm"),
+     "'smd' and 'smd lr=1e-5' are the same arm"),
     (["--table", "--compare=a/b/sense"], "compare 'a/b/sense': write"),
 ])
 def test_refused_in_one_line(argv, says, tmp_path, monkeypatch):
@@ -196,7 +196,7 @@ def test_a_config_file_does_not_throw_runs_away(tmp_path):
     for key in ("overwrite", "resume"):
         (tmp_path / "x.py").write_text(f"{key} = True")
         code = main(tmp_path / "x.py", f"--out={tmp_path / 'out'}")
-        assert code.endswith(f"{key}: every run gets its own, from --seeds and --out")
+        assert code.endswith(f"leave out {key}, every run gets its own from --seeds and --out")
 
 
 # what is run
@@ -397,7 +397,7 @@ def test_weights_that_cannot_be_deleted_stop_nothing(tmp_path, monkeypatch, caps
 
     monkeypatch.setattr(ablate, "remove", busy)
     ablate.strip("a seed 0", str(tmp_path))
-    assert capsys.readouterr().err.startswith(f"a seed 0: weights stay in {tmp_path}: ")
+    assert capsys.readouterr().err.startswith(f"a seed 0: could not delete weights in {tmp_path}: ")
 
 
 def when_ready(out, *numbers):
@@ -430,7 +430,7 @@ def test_a_signal_lets_every_run_save(fake, capsys, name):
     printed = capsys.readouterr()
     assert " at work: " not in printed.out  # of that it tells after half a minute
     assert printed.out.count(f"stopped after 0.0 min: saved on {name} (") == 2
-    assert printed.err == f"{name}: every run finishes its step and saves; once more kills\n"
+    assert printed.err == f"{name}: every run finishes its step and saves; a second signal kills\n"
     if name == "SIGTERM":
         (out / "slow").unlink()
         (out / "mended").touch()
@@ -449,7 +449,7 @@ def test_a_run_that_was_just_starting_is_stopped(fake, capsys):
     printed = capsys.readouterr().out
     assert code == 128 + signal.SIGTERM and "exit code" not in printed and "failed" not in printed
     for arm in ("naive", "shadow"):
-        assert f"{arm} seed 0: stopped after 0.0 min, as it started ({out}/{arm}/0/" in printed
+        assert f"{arm} seed 0: stopped after 0.0 min, while starting ({out}/{arm}/0/" in printed
     path = str(out / "naive" / "0")
     line, _ = ablate.report("naive seed 0", path, -signal.SIGTERM, 6, stopped=False)
     assert "failed after 0.1 min: " in line and "(exit code -15, " in line  # control
@@ -569,7 +569,7 @@ def test_a_run_that_ends_without_a_log_has_failed(fake, capsys, monkeypatch):
     monkeypatch.setattr(ablate, "TRAIN", str(out / "fake.py"))
     assert run("--seeds=1")[0] == 1
     said = capsys.readouterr().out
-    assert said.count("log.jsonl is missing, or is no regular file") == 2
+    assert said.count("log.jsonl is missing, or is not a regular file") == 2
     assert said.count(" failed after 0.") == 2
 
 
@@ -898,7 +898,7 @@ def test_arms_are_compared_by_their_first_words(fake):
                        "smd steps=12 budget=30 - shadow, dense > -1"]
     assert logs.compared(str(out)) == dict(compare=both, begun=0)
     code, calls = run("config/smd.py --budget=31", "--seeds=1")
-    assert code.endswith("'smd' may be any of smd steps=12 budget=30, smd budget=31")
+    assert code.endswith("'smd' may mean any of smd steps=12 budget=30, smd budget=31")
     arms = ["smd lr=1", "smd", "tis lr=1"]
     found = [ablate.full_name(name, arms) for name in ("smd", "smd lr=1", "tis", "tis lr=1")]
     assert not calls and found == ["smd", "smd lr=1", "tis lr=1", "tis lr=1"]
@@ -965,5 +965,5 @@ def test_pipes_are_refused(tmp_path):
     """Reading one would wait for ever."""
     for name, read in (("log.jsonl", logs.read), ("settings.json", read_json)):
         os.mkfifo(tmp_path / name)
-        with pytest.raises(FileNotFoundError, match=f"{name} .*is no regular file"):
+        with pytest.raises(FileNotFoundError, match=f"{name} .*is not a regular file"):
             read(str(tmp_path / name))

@@ -261,7 +261,7 @@ def two_ranks(out):
     mine = [(r.prompts, r.tokens.tolist(), rewards.tolist()) for r, rewards in seen]
     one, other = parallel.gather(mine)
     assert one == other
-    with pytest.raises(SystemExit, match="^error: all is of one card: say it without"):
+    with pytest.raises(SystemExit, match="^error: all measures one card: run it without"):
         bench.main(["all", "--quick", f"--out={out}"])
 
 

@@ -75,7 +75,7 @@ def test_a_second_name_of_a_file(finished, tmp_path):
     victim.write_text("theirs\n")
     (out / "samples.txt").unlink()
     os.link(victim, out / "samples.txt")
-    with pytest.raises(SystemExit, match="samples.txt has another name too, and is not written to"):
+    with pytest.raises(SystemExit, match="samples.txt has another hard link, and is not written"):
         train_here("--resume=True", "--steps=5", f"--out_dir={out}")
     assert victim.read_text() == "theirs\n"
 

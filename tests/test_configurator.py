@@ -35,12 +35,12 @@ def read(tmp_path, text):
 # config files
 
 @pytest.mark.parametrize("text, says", [
-    ("lr: 1e-3", "line 1: what stands behind lr: sets nothing; write lr = value"),
-    ("steps = 3\nif steps:\n    lr: float", "line 3: what stands behind lr: sets nothing"),
+    ("lr: 1e-3", "line 1: a type behind lr: sets no value; write lr = value"),
+    ("steps = 3\nif steps:\n    lr: float", "line 3: a type behind lr: sets no value"),
     ("lrr: 1e-3", "line 1: unknown key 'lrr'; the nearest is 'lr'"),
     ("lrr: float = 1e-3", "unknown key 'lrr'; the nearest is 'lr'"),
-    ("base = 8", r"unknown key 'base'.*\(a helper's name begins with _\)"),
-    ("def half(x): return x / 2", r"unknown key 'half'.*\(a helper's name begins with _\)"),
+    ("base = 8", r"unknown key 'base'.*\(names that are no settings must begin"),
+    ("def half(x): return x / 2", r"unknown key 'half'.*\(names that are no settings must begin"),
     ("class _A:\n    def __repr__(self): return 'a\\nb'\nlr = _A()", "expects float, got _A$"),
     ("steps = 10**30", "steps does not fit 64 bits"), ("lr = 10**5000", "lr does not fit 64 bits"),
     ("task = 'a\\0b'", "task holds a control character"),
@@ -127,8 +127,8 @@ def test_two_words_and_bare_flags():
 def test_other_names():
     """Those of other trainers lead to ours; nonsense leads to no name."""
     assert not {*ELSEWHERE.values()} - {*train.DEFAULTS} and not {*ELSEWHERE} & {*train.DEFAULTS}
-    says = {key: f"here it is '{ours}'" for key, ours in ELSEWHERE.items()}
-    says.update({"output-dir": "here it is 'out_dir'", "lrr": "the nearest is 'lr'",
+    says = {key: f"here it is called '{ours}'" for key, ours in ELSEWHERE.items()}
+    says.update({"output-dir": "here it is called 'out_dir'", "lrr": "the nearest is 'lr'",
                  "xyzzy_plugh": "--help lists the keys"})
     for key, text in says.items():
         for argv in ([f"--{key}=3"], [f"--{key}", "3"], [f"--{key}"]):
@@ -245,7 +245,7 @@ def test_generate_prints_the_answer(capsys):
 def test_generate_names_the_models_of_a_run(finished):
     """Control: the model of one of them answers."""
     out = finished[0]
-    with pytest.raises(SystemExit, match=f"^error: {out} is a run's folder: say "
+    with pytest.raises(SystemExit, match=f"^error: {out} is a run's folder: use "
                        f"--model={out}/model or {out}/best$"):
         generate.main(["--prompt=x", "--device=cpu", f"--model={out}"])
     generate.main(["--prompt=x", "--device=cpu", f"--model={out}/best", "--max_new_tokens=1"])

@@ -155,8 +155,8 @@ def test_generate_takes_the_runs_template(saved, capsys):
 def test_generate_says_that_examples_are_missing(saved, capsys):
     ran_with(saved, shots=3)
     lines = printed(capsys, f"--model={saved / 'model'}")
-    assert lines[0] == ("[3 answered examples stood before each prompt of the run that saved it "
-                        "(--shots=3), none stand here]")
+    assert lines[0] == ("[the run that saved it had 3 solved examples in front of each prompt "
+                        "(--shots=3), here are none]")
     assert lines[1].startswith("[as in the run") and "shots" not in lines[1]
     ran_with(saved, shots=0)  # the control
     assert printed(capsys, f"--model={saved / 'model'}") == lines[1:]
@@ -196,7 +196,7 @@ def test_generate_evicts_by_a_method_of_ones_own(saved, capsys, monkeypatch):
     assert f"--evict={name}" in lines[0] and f" 24 kept per layer and KV head ({name})" in lines[-1]
     ran_with(saved, evict="snapkv")
     assert printed(capsys, model, f"--evict={name}")[1:] == lines[1:]
-    for wrong, says in (("own_method:oldest", "must define 'oldest'"),
+    for wrong, says in (("own_method:oldest", "does not define 'oldest'"),
                         ("best", "choose from none, snapkv")):
         with pytest.raises(SystemExit, match=f"^error: [^\n]*{says}"):
             printed(capsys, model, f"--evict={wrong}")

@@ -215,7 +215,7 @@ def test_held_out_problems_of_their_own(tmp_path, plain):
     sizes = sorted(len(both.encode(p.text)) for pool in both.file.values()
                    for p in pool)
     assert both.notes == [
-        f"{task}: 1 of 30 problems stand in {other} too and are not trained on",
+        f"{task}: 1 of 30 problems are also in {other} and are not trained on",
         f"{task}: 29 problems to train on; {other}: 6 held out, 99 wanted; median prompt "
         f"{sizes[17]} tokens, longest {sizes[34]}"]
     assert both.longest == sizes[34]
@@ -372,10 +372,10 @@ def test_an_example_that_earns_nothing_is_said(tmp_path, plain):
         return [note for note in notes if note.startswith("shots: ")]
 
     assert said(task, shots=2, rule="boxed") == [
-        f"shots: the answer of {task}:{n} earns 0 by reward=boxed, which the model will copy"
+        f"shots: the answer of {task}:{n}, whose form the model will copy, earns 0 by reward=boxed"
         for n in (1, 2)]
     assert said(words, shots=2) == [
-        f"shots: the answer of {words}:2 earns 0 by reward=auto, which the model will copy"]
+        f"shots: the answer of {words}:2, whose form the model will copy, earns 0 by reward=auto"]
     for how in (dict(shots=2), dict(shots=2, rule="number"), dict(rule="boxed"),
                 dict(shots=2, rule=lambda row, text, tokens: 0)):
         assert said(task, **how) == []
@@ -407,7 +407,7 @@ def test_prompts_that_are_templated_already(tmp_path, plain, chat):
     rows[3]["question"] = f"[user] 3?{end}[assistant] "
     chats = [*rows, dict(messages=[user(f"4{end}?"), says("5"), user("6?")], answer=1)]
     task, talks = write(tmp_path / "a.jsonl", rows), write(tmp_path / "b.jsonl", chats)
-    advice = "stay text; if a chat template has written them, say --raw_text=True --control_tokens"
+    advice = "stay text; if a chat template has written them, add --raw_text=True --control_tokens"
     for path, tok, how, found in ((task, plain, {}, "1 of 30"),
                                   (task, chat, {}, "1 of 30"),
                                   (task, chat, dict(raw_text=True), "1 of 30"),

@@ -315,7 +315,7 @@ def test_pack_refuses(model):
     r = generate(model, prompts(40, 33), 2, 4, seed=3, eviction=EVICTION)
     first, second = r.kept
     p, other = r.prompts
-    inside = "kept of prompt 0: positions must be ascending and inside, the prompt has 40 tokens"
+    inside = "kept of prompt 0: positions must be ascending and within its 40 tokens"
     integers = "must be a tensor of integers, got"
     many = r.lengths.clamp(max=3) + 1 + torch.eye(2, dtype=torch.int64)
     wrong = [(say, replace(r, **{name: value})) for say, name, value in (
@@ -323,8 +323,8 @@ def test_pack_refuses(model):
         ("does not fit", "lengths", r.lengths[:, :1]),
         ("lengths must be 1 to 4, got 4 to 5", "lengths", many),
         ("lengths must be 1 to 4, got 0", "lengths", r.lengths - 4),
-        ("prompt 0 has 41 tokens, the one that was sampled from 40", "prompts", [[*p, 1], other]),
-        ("prompt 1 has 32 tokens, the one", "prompts", [p, other[1:]]),
+        ("prompt 0 has 41 tokens, at sampling it had 40", "prompts", [[*p, 1], other]),
+        ("prompt 1 has 32 tokens, at sampling", "prompts", [p, other[1:]]),
         ("not given for 3 layers and 2 KV heads", "kept", [list(first[:2]), second]),
         (f"kept {integers} torch.float32", "kept", [first.float(), second]),
         (f"kept {integers} list", "kept", [first.tolist(), second]),
@@ -343,7 +343,7 @@ def test_pack_refuses(model):
             pack(log)
     assert (pack(replace(r, until=r.until * 0 + 4)).until == pack(r).until).all()  # the last one
     for policies in ((), ("sparse",), ("dense", "dense")):
-        with pytest.raises(ValueError, match="policies are 'dense' and 'shadow', each at most"):
+        with pytest.raises(ValueError, match="policies must be 'dense', 'shadow' or both"):
             pack(r, policies)
     # what is unusual, and right: other numbers by head, none at all, a log without sizes
     for log in (with_kept(r, 1, lambda k: k[3:]), with_kept(r, 0, lambda k: k[:0]),
@@ -517,9 +517,9 @@ def test_replay_refuses():
     for log, ask, message in (
             (r, dict(policies=("sparse",)), "sparse"),
             (r, dict(distill_to="teacher"), "teacher"),
-            (r, dict(policies=("dense",), distill_to="dense"), "needs both"),
-            (r, dict(policies=("dense",), distill_to="shadow", teacher=model), "needs"),
-            (r, dict(teacher=model), "distill_to=None needs"),
+            (r, dict(policies=("dense",), distill_to="dense"), "with a second one or a teacher"),
+            (r, dict(policies=("dense",), distill_to="shadow", teacher=model), "must be one of"),
+            (r, dict(teacher=model), "distill_to=None must be one of"),
             (logged(L=2), {}, "the model needs"), (logged(nkv=1), {}, "the model needs"),
             (replace(r, tokens=tokens), {},
              "responses hold token ids 0 to 48, the model samples ids below 48"),

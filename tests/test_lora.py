@@ -411,8 +411,8 @@ def test_the_base_is_part_of_the_run(whole, finished, tmp_path, capsys):
 
 
 @pytest.mark.parametrize("say, args", [
-    ("lora_alpha 16.0 is of LoRA, which lora_rank=0 leaves out", ["--lora_alpha=16"]),
-    ("lora_targets 'qkvo' is of LoRA", ["--lora_targets=qkvo"]),
+    ("lora_alpha 16.0 does nothing while lora_rank=0: set", ["--lora_alpha=16"]),
+    ("lora_targets 'qkvo' does nothing", ["--lora_targets=qkvo"]),
     ("unknown matrix 'q_prj'; the nearest is 'q_proj'",
      ["--lora_rank=4", "--lora_targets=q_prj,v_proj"]),
     ("unknown matrix 'qkv'; the nearest is 'qkvo'", ["--lora_rank=4", "--lora_targets=qkv"]),

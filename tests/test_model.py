@@ -579,7 +579,7 @@ def test_refuses_damaged_files(tmp_path):
     os.remove(index)
     refused(tmp_path, "model.safetensors is missing", FileNotFoundError)
     os.mkfifo(tmp_path / "model.safetensors")
-    refused(tmp_path, "model.safetensors is missing or no file", FileNotFoundError)
+    refused(tmp_path, "model.safetensors is missing or not a file", FileNotFoundError)
 
 
 def test_shards_lie_in_the_folder(tmp_path):
@@ -686,7 +686,7 @@ def test_every_tensor_is_needed_and_used(tmp_path, name, key):
 def test_missing_folder(monkeypatch, tmp_path):
     from huggingface_hub import constants
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
-    hub = "is neither a local folder"
+    hub = "is no local folder"
     (tmp_path / "file").write_text("")
     for name, says in (("no/such-model", hub), ("", hub), ("x y", hub), ("nul\0", hub),
                        ("x" * 5000, hub), ("é\n!", hub), ("a/b/c/d", "'a/b/c/d': no such folder"),

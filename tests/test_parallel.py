@@ -223,9 +223,9 @@ def test_weights_in_fp32(learned):
 
 def check_names(r):
     """Of the numbers that a reward returns, on each rank."""
-    with pytest.raises(ValueError, match="names right on one rank and wrong on another"):
+    with pytest.raises(ValueError, match="names right on one rank, wrong on another"):
         join_parts(parallel.gather({"wrong right".split()[r]: [1]}))
-    with pytest.raises(ValueError, match="names .* on one rank and .*: must be the same"):
+    with pytest.raises(ValueError, match="names .* on one rank, .*: they must be the same"):
         join_parts(parallel.gather({"right": [1]} if r else {}))  # of one rank alone
     assert join_parts(parallel.gather({"right": [1]} if r else None)) == {"right": [1]}
 
@@ -336,7 +336,7 @@ def test_what_several_ranks_cannot_do(monkeypatch):
     with pytest.raises(ValueError, match="dry_run=True measures one process: .* --prompts=2, the"):
         check_ranks(c)
     monkeypatch.setattr(parallel, "size", lambda: 4)
-    with pytest.raises(ValueError, match="prompts=3 leave some of 4 ranks without one: raise"):
+    with pytest.raises(ValueError, match="prompts=3 is too few for 4 ranks: raise"):
         check_ranks(c)
 
 
@@ -345,7 +345,7 @@ def test_cards_of_ranks(monkeypatch):
     taken = []
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "set_device", taken.append)
-    several = "more ranks than the 2 cards here: --nproc_per_node=2"
+    several = "more ranks than the 2 cards here: use --nproc_per_node=2"
     for cards, number, shared, device, want in (
             (2, None, None, "auto", "cuda"), (2, None, None, "cuda:1", "cuda:1"),
             (2, None, None, "cpu", "cpu"), (2, 1, None, "auto", "cuda:1"),
@@ -446,7 +446,7 @@ def test_a_run_of_two_ranks_goes_on_with_one(device, whole, tmp_path):
     args = [f"--out_dir={tmp_path / 'out'}", f"--device={device}"]
     codes, printed = Ranks(2, tmp_path, disturbed, (stop, 1, 4, *args)).wait()
     assert codes == [143, 143], printed
-    assert printed[0].endswith("after step 2; go on with the same command and --resume=True\n")
+    assert printed[0].endswith("at step 2; go on with the same command and --resume=True\n")
     assert "2 ranks share the prompts of each step" in printed[0]
     assert printed[1] == "" and read_checkpoint(tmp_path / "out")["step"] == 2
     alone = Ranks(1, tmp_path, disturbed, (stop, 0, 3, *args, "--resume=True"))
@@ -489,7 +489,7 @@ def test_a_rank_that_is_killed_loses_nothing_saved(device, whole, tmp_path):
     codes, printed = Ranks(2, tmp_path, disturbed, (kill, 1, 8, *args)).wait()
     assert codes == [1, -signal.SIGKILL]
     last = printed[0].splitlines()[-1]
-    assert last.startswith("error: another rank has ended without a word, killed perhaps (")
+    assert last.startswith("error: another rank has ended without an error, killed perhaps (")
     assert last.endswith("ckpt.pt holds step 2") and printed[1] == ""
     train_here(*args, "--resume=True")
     check_log(tmp_path / "out", whole)
@@ -508,7 +508,7 @@ def killed_between(what):
 def test_a_rank_that_is_killed_while_another_waits(what, tmp_path):
     codes, printed = Ranks(2, tmp_path, killed_between, (what,)).wait()
     assert codes == [1, -signal.SIGKILL], printed
-    assert "ConnectionError: another rank has ended without a word, killed perhaps (" in printed[0]
+    assert "ConnectionError: another rank has ended without an error, killed perhaps" in printed[0]
 
 
 THREADS = """
@@ -610,7 +610,7 @@ def test_an_environment_that_is_not_torchruns(monkeypatch):
     monkeypatch.setenv("LOCAL_RANK", "0")
     assert parallel.launched()  # the control
     monkeypatch.setattr(parallel, "end_with_launcher", lambda: None)
-    with pytest.raises(SystemExit, match=r"^error: torchrun is said .*, but: .*RANK exp[^\n]*$"):
+    with pytest.raises(SystemExit, match=r"^error: TORCHELASTIC_RUN_ID .*, but: .*RANK exp[^\n]*$"):
         parallel.start()
 
 

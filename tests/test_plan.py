@@ -93,7 +93,7 @@ def test_a_name_stands_for_its_parts_and_options_go_to_each(monkeypatch):
         plan.main(["tasks", "gsm8k", "--jobs=3", "--model=m"])
     more = ["--jobs=3", "--model=m"]
     assert ran == [("tasks/kv", [more]), ("tasks/kv16", [more]), ("gsm8k", [more])]
-    with pytest.raises(SystemExit, match="no part 'task': main, "):
+    with pytest.raises(SystemExit, match="no part 'task', only main, "):
         plan.main(["task"])
 
 

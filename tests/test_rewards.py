@@ -116,8 +116,8 @@ def test_numbers_that_a_function_returns():
 
 
 @pytest.mark.parametrize("source, name, say", [
-    ("", "mine:score", "mine.py must define 'score', there is none"),
-    ("score = 5", "mine:score", "'score', it is 5"),
+    ("", "mine:score", "mine.py does not define 'score'"),
+    ("score = 5", "mine:score", "'score', got 5"),
     ("def score(text): pass", "mine:score", r"score\(text\) must take \(row, text, tokens\)"),
     ("x = (1,\n", "mine:score", "cannot import mine .*SyntaxError.*, line 1"),
     ("x = 1\nx = 1 / 0", "mine:score", r"ZeroDivisionError: division by zero \(.*mine.py:2\)"),
@@ -307,7 +307,8 @@ def test_a_function_that_fails_loses_nothing(n, bug, where, say, mine, tmp_path,
     mine(FAILS.format(0, "pass"))
     capsys.readouterr()
     train_here(*FAILING, "--resume=True", f"--out_dir={out}")
-    said = f"resumed at step {step}\nreward: {path} is another than before step {step}\n"
+    said = (f"resumed at step {step}\nreward: {path} has changed since the checkpoint "
+            f"of step {step}\n")
     assert capsys.readouterr().out.startswith(said)
     mine(FAILS.format(0, "pass"))
     whole = tmp_path / "whole"
@@ -337,7 +338,7 @@ def test_how_a_function_fails(mine, monkeypatch):
     for bug, say in (
             ("return None", "must be a finite number, got None"),
             ("raise KeyboardInterrupt", r"raised KeyboardInterrupt \(.*mine.py:7\)"),
-            ("raise Odd", r"raised Odd: its text cannot be made \(.*mine.py:7\)"),
+            ("raise Odd", r"raised Odd: its message cannot be read \(.*mine.py:7\)"),
             (r"raise ValueError('a\x1b[2J\nb')", r"raised ValueError: a\\x1b\[2J b \(.*")):
         with pytest.raises(RewardError, match=rf"^the reward of training problem 1 .* {say}$"):
             asked(bug)

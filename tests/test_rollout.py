@@ -185,9 +185,9 @@ def test_absent_tokens(temperature, device):
 def test_use_tokens(model):
     """Ids that the model has; what is left out moves with the model."""
     net = toy()
-    for n, absent, say in ((51, (), "51 ids, the model 50"), (0, (), "0 ids"),
-                           (48, (3, 48), "some of 0 to 47"), (48, (-1,), "some of 0 to 47"),
-                           (3, (0, 1, 2), "some of 0 to 2")):
+    for n, absent, say in ((51, (), "51 ids, the model takes 50"), (0, (), "0 ids"),
+                           (48, (3, 48), "all, of 0 to 47"), (48, (-1,), "all, of 0 to 47"),
+                           (3, (0, 1, 2), "some, not all, of 0 to 2")):
         with pytest.raises(ValueError, match=say):
             net.use_tokens(n, absent)
     assert net.vocab_used == 50 and len(net.absent) == 0
@@ -262,7 +262,7 @@ REQUESTS = {
     "temperature must be finite and not negative, got -1": dict(temperature=-1),
     "temperature must be finite and not negative, got nan": dict(temperature=torch.nan),
     "prefill_rows must be at least 1": dict(prefill_rows=0),
-    r"part must be \(first, all\), with 1 prompts from .*, got \(-1, 5\)": dict(part=(-1, 5)),
+    r"part must be \(number .*, of all\), with 1 prompts here, got \(-1, 5\)": dict(part=(-1, 5)),
     r"part must be .*, got \(5, 5\)": dict(part=(5, 5)),
     "prompts must be a list of lists of token ids, got 5": dict(prompts=5),
     "prompt 0 must be a list of token ids, got 5": dict(prompts=[5, 6]),

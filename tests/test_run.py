@@ -94,12 +94,12 @@ def times(folder):
     ("holds another run", ["--seed=0"]),
     ("lr was 0.0", ["--resume=True", "--lr=1e-5"]),
     ("has done 4 steps already", ["--resume=True", "--steps=2"]),
-    ("say one of them", ["--resume=True", "--overwrite=True"]),
+    ("choose one of them", ["--resume=True", "--overwrite=True"]),
     # found too late, the old run would be gone
     ("needs at least", ["--overwrite=True", "--prompt_tokens=20"]),
     ("where this run would save its own", ["--overwrite=True", "--model={out}/model"]),
     ("where this run would save its own", ["--overwrite=True", "--model={out}/best"]),
-    ("out is a run's folder: say --model=", ["--overwrite=True", "--model={out}"]),
+    ("out is a run's folder: use --model=", ["--overwrite=True", "--model={out}"]),
     ("where this run would save its own", ["--overwrite=True", "--task={out}/log.jsonl"]),
     ("where this run would save its own", ["--model={link}", "--out_dir={link}"]),
     ("error: .*log.jsonl/out", ["--out_dir={out}/log.jsonl/out"]),  # that cannot be made
@@ -317,7 +317,7 @@ def test_a_signal_saves_what_is_done(undisturbed, tmp_path, monkeypatch, capsys,
         with pytest.raises(SystemExit) as e:
             train_here(*RARELY, f"--out_dir={out}")
     assert e.value.code == 128 + number and len(calls) == call
-    assert f"saved in {out} after step {step}; go on with" in capsys.readouterr().out
+    assert f"saved in {out} at step {step}; go on with" in capsys.readouterr().out
     assert read_checkpoint(out)["step"] == step
     assert "ckpt.pt" in kills.differences(undisturbed, out)  # the control
     train_here(*RARELY, "--resume=True", f"--out_dir={out}")
@@ -622,7 +622,7 @@ def test_a_file_system_without_locks(tmp_path, monkeypatch, capsys):
         m.setattr("fcntl.flock", refused(errno.ENOLCK))
         train_here("--steps=1", "--eval_every=9", f"--out_dir={tmp_path / 'out'}")
     said = capsys.readouterr().out
-    assert said.count("on a file system that cannot lock a folder (No locks available): see") == 1
+    assert said.count("on a file system that cannot lock a folder (No locks available): make") == 1
     monkeypatch.setattr("fcntl.flock", refused(errno.EWOULDBLOCK))
     with pytest.raises(SystemExit, match="is in use by another process"):
         train_here("--steps=2", "--resume=True", f"--out_dir={tmp_path / 'out'}")
@@ -720,7 +720,7 @@ def test_what_auto_means(new, limit, device, asked, want, monkeypatch):
     monkeypatch.setattr(torch.cuda, "get_device_name", str)
     c = SimpleNamespace(device=device, dtype=asked)
     if want is None:
-        with pytest.raises(ValueError, match="no such arithmetic, use --dtype=float16 or"):
+        with pytest.raises(ValueError, match="does not support it, use --dtype=float16 or"):
             run.start.choose_dtype(c, TINY)
     else:
         run.start.choose_dtype(c, TINY)

@@ -413,8 +413,8 @@ def test_json_numbers_stay_what_is_written(tmp_path):
     *((f'{{"prompt": "y", "answer": "{answer}"}}', "no text can match") for answer in
       ("...", "( )", "<think>5", "5</think>", "1e99999999999999999999")),
     (r'{"prompt": "\ud83d", "answer": "1"}', "surrogate"),
-    ('{"prompt": "x", "answer": "2"}', "asks what line 1 asks, and answers '2' instead of '1'"),
-    ('{"prompt": " x ", "answer": "2"}', "asks what line 1 asks")])
+    ('{"prompt": "x", "answer": "2"}', "the same as line 1, with the answer '2' instead of '1'"),
+    ('{"prompt": " x ", "answer": "2"}', "asks the same as line 1")])
 def test_a_bad_line_is_named(tmp_path, line, says):
     path = write_lines(tmp_path / "b.jsonl", [{"prompt": "x", "answer": "1"}, line])
     with pytest.raises(ValueError, match=r"b\.jsonl:2 .*" + says):
@@ -428,7 +428,7 @@ def test_files_that_are_none(tmp_path, monkeypatch):
         read_problems("nedle")
     os.mkfifo(tmp_path / "pipe")
     for path in (tmp_path, tmp_path / "pipe", "/dev/zero"):
-        with pytest.raises(ValueError, match="is no regular file"):
+        with pytest.raises(ValueError, match="is not a regular file"):
             read_problems(str(path))
     file = tmp_path / "c.jsonl"
     rows = '{"prompt": "a", "answer": "1"}\r\n\r\n{"prompt": "b", "answer": "2"}'
@@ -458,7 +458,7 @@ def test_no_problem_is_in_both_splits(tmp_path):
     notes, clean = [], []
     twice = read_problems(write_lines(tmp_path / "a.jsonl", once + again + once[:3]), notes)
     assert twice == read_problems(write_lines(tmp_path / "b.jsonl", once), clean)
-    assert notes == [f"{tmp_path}/a.jsonl: 48 of 93 problems stand there again and are left out"]
+    assert notes == [f"{tmp_path}/a.jsonl: 48 of 93 problems are repeats and are left out"]
     assert clean == []
     splits = split_file(twice)
     train, held_out = ({p.text for p in splits[name]} for name in ("train", "eval"))
@@ -501,8 +501,8 @@ def test_prompts_that_are_too_long(tmp_path, tok):
         Problems(path, tokens=3, skip_long=True, **make)
     words = [dict(row, answer="word" if i % 2 else row["answer"]) for i, row in enumerate(rows)]
     words = Problems(write_lines(tmp_path / "b.jsonl", words), tokens=999, **make)
-    assert words.notes[1:] == [f"{tmp_path}/b.jsonl: 30 answers are no numbers and have to be "
-                               "given word for word"]
+    assert words.notes[1:] == [f"{tmp_path}/b.jsonl: 30 answers are no numbers: a response "
+                               "must give them word for word"]
 
 
 def test_a_prompt_that_the_template_refuses_is_named(tmp_path, tok):
@@ -554,7 +554,7 @@ def test_a_prompt_that_opens_a_thought(tmp_path):
     assert (reward(off, thought), reward(off, answer)) == (1.0, 1.0)
     with pytest.raises(ValueError, match="takes no argument 'thinkin'"):
         Problems("kv", template={"thinkin": False}, **make)
-    with pytest.raises(ValueError, match="template is .*, must be an object"):
+    with pytest.raises(ValueError, match="template must be a JSON object, got "):
         Problems("kv", template=[1], **make)
 
 

@@ -632,7 +632,7 @@ def test_a_look_that_cannot_be_followed(loaded):
         talk = [dict(role="user", content=content)]
         assert tok.chat(talk) == rendered(hf, talk)
     assert tok.chat([dict(role="user", content="<|im_end|>a")])  # not upper with masks either
-    with refused("looks into it in a way by which it may become one"):
+    with refused("handles it in a way that may turn it into one"):
         tok.chat([dict(role="user", content="<|im_end|>"), dict(role="user", content="AB")])
 
 
@@ -1185,7 +1185,7 @@ def test_missing_and_broken_files(tmp_path):
     with pytest.raises(FileNotFoundError, match="no tokenizer.json"):
         Tokenizer(str(tmp_path))
     os.mkfifo(file)
-    with pytest.raises(FileNotFoundError, match="tokenizer.json .* is no regular file"):
+    with pytest.raises(FileNotFoundError, match="tokenizer.json .* is not a regular file"):
         Tokenizer(str(tmp_path))
 
 
