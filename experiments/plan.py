@@ -25,8 +25,9 @@ served compressed. So `list-budgets` tries fewer keys, in 100 steps of one seed.
 of `list` is the smallest at which smd ends at 0.3 or more served compressed; mild and strong are
 the next larger and the next smaller one. Then `list-dtype` repeats smd in float16, `list-lora`
 trains the adapters that are published, and `list-alone` times each arm with no other run on its
-card. In `gsm8k` all arms have the rate of shadow and smd, at which naive and tis have not been run
-on five seeds.
+card. In `gsm8k/harm` all arms have the rate of shadow and smd, at which naive and tis have not been
+run on five seeds. In `gsm8k/short` answers have at most 128 tokens and each arm its own rate, so
+that shorter answers explain less of what the arms differ in.
 """
 import os
 import subprocess
@@ -138,6 +139,7 @@ def real_parts():
         return [arm(f"{base}.py+config/{name}", options[name]) for name in names]
 
     slow, fast, harmful = (dict.fromkeys(MAIN, at(lr)) for lr in (2e-5, 4e-5, 3e-6))
+    mild = dict(harmful, naive=at(1e-6))
     three = ["naive", "shadow", "smd"]
     pilot = [*LIST, f"--budget={KEYS[1]}", *PILOT]
     fewer = [f"{each} --budget={keys}" for keys in KEYS[2:-1]
@@ -146,8 +148,11 @@ def real_parts():
         "list-pilot": [([*arms("smollm2", MAIN, slow), *arms("smollm2", MAIN, fast)],
                         pilot)],
         "list-budgets": [(fewer, [*LIST, *PILOT, "--steps=100", "--eval_every=80"])],
-        "gsm8k": [(arms("gsm8k", ["naive", "tis", "shadow", "smd"], harmful),
-                   [*GSM8K, "--seeds=5", f"--compare={GSM8K_COMPARE}"])]}
+        "gsm8k/harm": [(arms("gsm8k", ["naive", "tis", "shadow", "smd"], harmful),
+                        [*GSM8K, "--seeds=5", f"--compare={GSM8K_COMPARE}"])],
+        "gsm8k/short": [(arms("gsm8k", ["dense", "naive", "shadow"], mild),
+                         [*GSM8K, "--seeds=3", "--max_new_tokens=128",
+                          "--compare=shadow/naive/compressed,shadow/dense/compressed"])]}
     lr, tried, keys = rate("list-pilot"), tuned("list-pilot"), budgets()
     if keys and all(len(tried.get(name, ())) == 2 for name in MAIN):
         at_keys = {name: [*LIST, f"--budget={n}"] for name, n in keys.items()}

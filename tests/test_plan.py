@@ -65,7 +65,7 @@ def test_a_real_model_has_its_rates_before_its_runs(monkeypatch):
         "list/middle", "list/mild", "list/strong"]
     for lacks in (dict(found, tis={2e-5: (1,)}), {**found, "tis": {}}, {}):
         rates_of_pilots(monkeypatch, {name: its for name, its in lacks.items() if its})
-        assert {"list-pilot", "list-budgets", "gsm8k"} == {
+        assert {"list-pilot", "list-budgets", "gsm8k/harm", "gsm8k/short"} == {
             part for part in plan.parts() if part.startswith(("list", "gsm8k"))}
 
 
@@ -92,7 +92,8 @@ def test_a_name_stands_for_its_parts_and_options_go_to_each(monkeypatch):
     with pytest.raises(SystemExit, match="0|False"):
         plan.main(["tasks", "gsm8k", "--jobs=3", "--model=m"])
     more = ["--jobs=3", "--model=m"]
-    assert ran == [("tasks/kv", [more]), ("tasks/kv16", [more]), ("gsm8k", [more])]
+    assert ran == [(part, [more]) for part in
+                   ("tasks/kv", "tasks/kv16", "gsm8k/harm", "gsm8k/short")]
     with pytest.raises(SystemExit, match="no part 'task', only main, "):
         plan.main(["task"])
 
