@@ -62,6 +62,7 @@ LIST_COMPARE = ("smd/naive/compressed,smd/shadow/compressed,smd/shadow/dense,"
                 "smd/tis/compressed")
 GSM8K = ["--steps=80", "--eval_every=20", "--eval_problems=128", "--eval_final=512",
          "--eval_batch=512", "--lean=True"]
+GSM8K_SHORT = "shadow/naive/compressed,shadow/dense/compressed"
 GSM8K_COMPARE = ("shadow/naive/compressed,smd/naive/compressed,smd/naive/dense,"
                  "smd/tis/compressed")
 # the default command with more samples a step: the first of these, in this order, whose worst of
@@ -152,7 +153,7 @@ def real_parts():
                         [*GSM8K, "--seeds=5", f"--compare={GSM8K_COMPARE}"])],
         "gsm8k/short": [(arms("gsm8k", ["dense", "naive", "shadow"], mild),
                          [*GSM8K, "--seeds=3", "--max_new_tokens=128",
-                          "--compare=shadow/naive/compressed,shadow/dense/compressed"])]}
+                          f"--compare={GSM8K_SHORT}"])]}
     lr, tried, keys = rate("list-pilot"), tuned("list-pilot"), budgets()
     if keys and all(len(tried.get(name, ())) == 2 for name in MAIN):
         at_keys = {name: [*LIST, f"--budget={n}"] for name, n in keys.items()}
