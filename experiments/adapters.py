@@ -40,7 +40,8 @@ def add(net, folder):
     path = os.path.join(folder, "adapter_model.safetensors")
     saved = safetensors.torch.load_file(path)
     parts = net.parts()
-    for name in [name for name in saved if "lora_A" in name]:
+    firsts = [name for name in saved if "lora_A" in name]  # each has its lora_B
+    for name in firsts:
         weight, rows = parts[name.removeprefix(PREFIX).replace("lora_A.", "")]
         A = saved[name].to(weight.device, torch.float32)                     # (r, in)
         B = saved[name.replace("lora_A", "lora_B")].to(A)                    # (out, r)

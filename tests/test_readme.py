@@ -490,6 +490,15 @@ def test_the_rest_of_the_long_lists_is_that_of_the_logs():
     assert (f"256 keys (smd {ends[256]:.3f}; in this one seed {ends[384]:.3f} at 384 and "
             f"{ends[192]:.3f} at 192)") in flat
     assert plan.budgets() == dict(mild=384, middle=256, strong=192)
+    # alone on a card: seconds, GB, the cache; what the adapters answer
+    for name, run in (("dense", "dense,lr=2e-5"), *((x, f"{x},lr=4e-5") for x in FIVE[1:])):
+        steps = [r for r in lines(f"results/list-alone/{run}-0.jsonl") if "reward" in r][2:]
+        seconds = [median(r[key] for r in steps) for key in ("rollout_s", "learn_s")]
+        assert (f"| {name} | {seconds[0]:.2f} + {seconds[1]:.2f} | {steps[-1]['peak_gb']:.1f} | "
+                f"{steps[-1]['kv_kept'] / 1e6:.0f} |") in text
+    for name, *ends in re.findall(r"^(\w+): reward compressed ([\d.]+), dense ([\d.]+)",
+                                  read("results/list-lora/compare.log"), re.M):
+        assert "{} {} / {}".format(name, *ends) in flat
 
 
 def gsm8k(title):
