@@ -25,9 +25,9 @@ served compressed. So `list-budgets` tries fewer keys, in 100 steps of one seed.
 of `list` is the smallest at which smd ends at 0.3 or more served compressed; mild and strong are
 the next larger and the next smaller one. Then `list-dtype` repeats smd in float16, `list-lora`
 trains the adapters that are published, and `list-alone` times each arm with no other run on its
-card. In `gsm8k/harm` all arms have the rate of shadow and smd, at which naive and tis have not been
-run on five seeds. In `gsm8k/short` answers have at most 128 tokens and each arm its own rate, so
-that shorter answers explain less of what the arms differ in.
+card. In `gsm8k/harm` all arms have the rate of shadow and smd, at which naive and tis had not been
+run on five seeds. In `gsm8k/short` answers have at most 128 tokens and each arm its own rate: the
+aim was that length explains less of what the arms differ in. Ending in time became the task.
 """
 import os
 import subprocess

@@ -6,6 +6,7 @@ import os
 import re
 import subprocess
 import sys
+from glob import glob
 from statistics import fmean, median, stdev
 from types import SimpleNamespace
 
@@ -577,11 +578,12 @@ def test_gsm8k_is_that_of_the_logs():
     assert seen == 10
 
 
-def test_length_explains_what_shadow_gains_on_gsm8k():
-    """A regression of a run's reward on its arm and on the length of its answers, all arms."""
-    ends = []
-    for name, run in load("results/gsm8k").items():
-        rewards, lengths = (results(run, key) for key in ("eval_compressed", "eval_length"))
+def at_equal_length(folder, one="shadow", other="naive", cache="compressed"):
+    """A regression of a run's reward on its arm and on the length of its answers, all arms:
+    -> runs, reward a token, one - other at equal length, its standard error"""
+    ends, length = [], dict(compressed="eval_length", dense="eval_length_dense")[cache]
+    for name, run in load(folder).items():
+        rewards, lengths = (results(run, key) for key in (f"eval_{cache}", length))
         ends += [(name.split()[0], rewards[seed], lengths[seed]) for seed in rewards]
     arms = sorted({arm for arm, _, _ in ends})
     x = torch.tensor([[float(arm == each) for each in arms] + [length]
@@ -590,12 +592,86 @@ def test_length_explains_what_shadow_gains_on_gsm8k():
     fit = torch.linalg.lstsq(x, y[:, None]).solution[:, 0]
     residual = y - x @ fit
     covariance = residual @ residual / (len(y) - x.shape[1]) * torch.linalg.inv(x.T @ x)
-    contrast = torch.tensor([(each == "shadow") - (each == "naive") for each in arms] + [0])
+    contrast = torch.tensor([(each == one) - (each == other) for each in arms] + [0])
     contrast = contrast.double()
     error = (contrast @ covariance @ contrast).sqrt()
-    assert len(ends) == 35 and len(arms) == 7
-    assert (f"{fit[-1]:.4f} a token; at equal length shadow - naive is {contrast @ fit:+.3f}, "
+    return len(ends), fit[-1].item(), (contrast @ fit).item(), error.item()
+
+
+def test_length_explains_what_shadow_gains_on_gsm8k():
+    runs, token, difference, error = at_equal_length("results/gsm8k")
+    assert runs == 35
+    assert (f"{token:.4f} a token; at equal length shadow - naive is {difference:+.3f}, "
             f"standard error {error:.3f}") in one_line("docs/results.md")
+
+
+def later_runs_of_gsm8k(folder):
+    """-> the section, runs, tables, {run and step: false equations, all, boxed, ended, looped}"""
+    text = section(read("docs/results.md"), "GSM8K: a real model, long answers, keys evicted while "
+                                            "they are written").split("\n### ")[1]
+    where = f"results/gsm8k/{folder}"
+    counts = {name: list(map(int, re.findall(r"\d+", rest))) for name, rest in re.findall(
+        r"^([^:\n]+): (false .*)$", read(f"{where}/answers.txt"), re.M)}
+    return text, load(where), tables(f"{where}/table.md"), counts
+
+
+@pytest.mark.parametrize("folder, tokens, runs, tests", [
+    ("harm", 256, 20, 4), ("short", 128, 9, 2)])
+def test_the_later_runs_of_gsm8k_are_those_of_the_logs(folder, tokens, runs, tests):
+    """All arms at 3e-6, and answers of at most 128 tokens: arms and comparisons."""
+    text, found, table, counts = later_runs_of_gsm8k(folder)
+    rows, harm = table_rows(text), folder == "harm"
+    compressed, dense = (table[f"Served {cache}"] for cache in ("compressed", "dense"))
+    start = [row for row in rows if row[0] == "before training"][not harm]
+    first = counts["before training"]
+    assert start[2:4] == [x["before training"][2] for x in (compressed, dense)]
+    assert start[-1] == (f"{first[0] / first[1]:.2f}" if harm else f"{first[3]} of 512")
+    for name, run in found.items():
+        row, = [row for row in rows if row[:3] == [*name.split(" lr="), compressed[name][2]]]
+        lengths = [fmean(x[i] for x in series(run, "eval_length")) for i in (0, -1)]
+        ends = [counts[f"{name} seed {seed} step 80"] for seed in run["logs"]]
+        runs -= len(ends)
+        assert row[3:6] == [dense[name][2], table["Training"][name][3],
+                            "{:.0f}, {:.0f}".format(*lengths)]
+        assert row[6].split() == [f"{x[0] / x[1]:.2f}" if harm else f"{x[3]}" for x in ends]
+    named = {name: row for name, row in table["Comparisons"].items() if " - " in name}
+    for name, row in named.items():
+        each = re.findall(r"[+-]\d\.\d{3}", row[3])
+        assert [f"{tokens} tokens: {re.sub(r' lr=[^ ,]+', '', name)}", row[2], *row[4:7],
+                " ".join(each)] in rows
+    assert runs == 0 and len(named) == tests
+
+
+def test_the_text_on_the_later_runs_of_gsm8k_is_that_of_the_logs():
+    text, found, table, counts = later_runs_of_gsm8k("harm")
+    flat, dense = " ".join(text.split()), table["Served dense"]
+    shares = {key: x[0] / x[1] for key, x in counts.items()}
+    early, late = ([shares[f"naive lr=3e-6 seed {seed} step {step}"] for seed in range(5)]
+                   for step in (60, 80))
+    others = max(x for key, x in shares.items() if "naive" not in key)
+    assert (f"{min(late):.2f} to {max(late):.2f} are false at step 80, at step 60 at most "
+            f"{max(early):.2f}, in the other arms at most {others:.2f}.") in flat
+    third, boxed = (counts[f"{run} step 80"] for run in ("naive lr=3e-6 seed 3",
+                                                         "tis lr=3e-6 seed 2"))
+    assert f"{third[4]} of 512 answers repeat one line" in flat and f"and {third[3]} end." in flat
+    tokens = series(found["tis lr=3e-6"], "eval_length")[2][-1]
+    assert f'leaves out "\\boxed" ({boxed[2]} of 512), needs {tokens:.0f} tokens' in flat
+    naive = [[row for row in log if "eval_dense" in row]
+             for log in found["naive lr=3e-6"]["logs"].values()]
+    assert "At step 60 naive has {:.3f} / {:.3f} in the mean, at step 80 {:.3f} / {:.3f}.".format(
+        *(fmean(log[i][f"eval_{cache}"] for log in naive) for i in (-2, -1)
+          for cache in ("compressed", "dense"))) in flat
+    assert max(map(float, dense["naive lr=3e-6"][3].split())) < naive[0][0]["eval_dense"]
+    _, token, *equal = at_equal_length("results/gsm8k/harm")
+    assert ("gives {:.4f} a token and shadow - naive at equal length {:+.3f}, standard error {:.3f}"
+            ", compressed (served dense {:+.3f}, standard error {:.3f})").format(
+        token, *equal, *at_equal_length("results/gsm8k/harm", cache="dense")[2:]) in flat
+    ends = [f"{float(dense[f'{arm} lr=3e-6'][2].split()[0]):.2f}"
+            for arm in ("naive", "smd", "tis")]
+    assert ends[1] == ends[2]
+    assert f"naive falls to {ends[0]} dense (smd and tis {ends[1]})" in one_line("README.md")
+    row = table["Comparisons"]["smd lr=3e-6 - tis lr=3e-6, compressed"]
+    assert f"smd - tis {row[2]}, all arms at 3e-6" in one_line("docs/results.md")
 
 
 def test_an_arm_of_gsm8k_alone_is_that_of_its_log():
@@ -614,12 +690,12 @@ def test_an_arm_of_gsm8k_alone_is_that_of_its_log():
 def test_the_kept_samples_of_gsm8k_earn_what_they_earned():
     """The rule for numbers was made stricter after these runs; ordinary answers earn the same."""
     seen = []
-    for name in sorted(os.listdir("results/gsm8k/samples")):
+    for name in sorted(glob("results/gsm8k/**/samples/*.txt", recursive=True)):
         for text, answer, want in re.findall(r"^>>> (.*) \(answer (.*)\) reward (.*)$",
-                                             read(f"results/gsm8k/samples/{name}"), re.M):
+                                             read(name), re.M):
             text = ast.literal_eval(text).removesuffix("<|im_end|>")
             seen.append((RULES["number"](text, answer), float(want)))
-    assert len(seen) == 24 * 9 and all(got == want for got, want in seen)
+    assert len(seen) == 24 * 19 and all(got == want for got, want in seen)
     assert {want for _, want in seen} == {0, 1}
 
 
