@@ -2,7 +2,7 @@
 
 # in a process that works beside the other tests, with the kernels in Triton's interpreter
 BESIDE = """
-import os, pickle, sys, tempfile
+import os, pathlib, pickle, sys, tempfile
 os.environ["TRITON_INTERPRET"] = "1"
 package = os.path.abspath("shadow_mask")
 
@@ -45,7 +45,8 @@ with tempfile.TemporaryDirectory() as folder:
     print("pickled:", type(pickle.loads(pickle.dumps(rollout))) is Rollout)
     print("theirs:", find_own("train:f", "reward")[0] is train.f, ours.generate is generate)
     print("loaded:", sorted(shadow_mask.NAMES & {*sys.modules}),
-          [path for path in sys.path if path.startswith(str(shadow_mask.ROOT))])
+          [path for path in map(pathlib.Path, sys.path)  # an environment may lie deeper in it
+           if shadow_mask.ROOT in (path, path.parent)])
 """
 
 
