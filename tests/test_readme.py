@@ -618,7 +618,7 @@ def later_runs_of_gsm8k(folder):
 @pytest.mark.parametrize("folder, tokens, runs, tests", [
     ("harm", 256, 20, 4), ("short", 128, 9, 2)])
 def test_the_later_runs_of_gsm8k_are_those_of_the_logs(folder, tokens, runs, tests):
-    """All arms at 3e-6, and answers of at most 128 tokens: arms and comparisons."""
+    """Four arms at 3e-6, and answers of at most 128 tokens: arms and comparisons."""
     text, found, table, counts = later_runs_of_gsm8k(folder)
     rows, harm = table_rows(text), folder == "harm"
     compressed, dense = (table[f"Served {cache}"] for cache in ("compressed", "dense"))
@@ -649,11 +649,11 @@ def test_the_text_on_the_later_runs_of_gsm8k_is_that_of_the_logs():
     early, late = ([shares[f"naive lr=3e-6 seed {seed} step {step}"] for seed in range(5)]
                    for step in (60, 80))
     others = max(x for key, x in shares.items() if "naive" not in key)
-    assert (f"{min(late):.2f} to {max(late):.2f} are false at step 80, at step 60 at most "
-            f"{max(early):.2f}, in the other arms at most {others:.2f}.") in flat
+    assert (f"at most {max(early):.2f} are false at step 60 and {min(late):.2f} to "
+            f"{max(late):.2f} at step 80; in the other arms at most {others:.2f}.") in flat
     third, boxed = (counts[f"{run} step 80"] for run in ("naive lr=3e-6 seed 3",
                                                          "tis lr=3e-6 seed 2"))
-    assert f"{third[4]} of 512 answers repeat one line" in flat and f"and {third[3]} end." in flat
+    assert f"{third[4]} of 512 answers repeat one line" in flat and f"only {third[3]} end in time." in flat
     tokens = series(found["tis lr=3e-6"], "eval_length")[2][-1]
     assert f'leaves out "\\boxed" ({boxed[2]} of 512), needs {tokens:.0f} tokens' in flat
     naive = [[row for row in log if "eval_dense" in row]
@@ -669,9 +669,10 @@ def test_the_text_on_the_later_runs_of_gsm8k_is_that_of_the_logs():
     ends = [f"{float(dense[f'{arm} lr=3e-6'][2].split()[0]):.2f}"
             for arm in ("naive", "smd", "tis")]
     assert ends[1] == ends[2]
-    assert f"naive falls to {ends[0]} dense (smd and tis {ends[1]})" in one_line("README.md")
+    start = naive[0][0]["eval_dense"]
+    assert f"naive falls from {start:.2f} to {ends[0]} dense (smd and tis: {ends[1]})" in one_line("README.md")
     row = table["Comparisons"]["smd lr=3e-6 - tis lr=3e-6, compressed"]
-    assert f"smd - tis {row[2]}, all arms at 3e-6" in one_line("docs/results.md")
+    assert f"smd - tis {row[2]}, both at 3e-6" in one_line("docs/results.md")
 
 
 def test_an_arm_of_gsm8k_alone_is_that_of_its_log():
