@@ -600,7 +600,7 @@ def at_equal_length(folder, one="shadow", other="naive", cache="compressed"):
 
 def test_length_explains_what_shadow_gains_on_gsm8k():
     runs, token, difference, error = at_equal_length("results/gsm8k")
-    assert runs == 35
+    assert runs == 35 and len(load("results/gsm8k")) == 7
     assert (f"{token:.4f} a token; at equal length shadow - naive is {difference:+.3f}, "
             f"standard error {error:.3f}") in one_line("docs/results.md")
 
@@ -663,6 +663,11 @@ def test_the_text_on_the_later_runs_of_gsm8k_is_that_of_the_logs():
         *(fmean(log[i][f"eval_{cache}"] for log in naive) for i in (-2, -1)
           for cache in ("compressed", "dense"))) in flat
     assert max(map(float, dense["naive lr=3e-6"][3].split())) < naive[0][0]["eval_dense"]
+    rewards = [log[i]["eval_dense"] for log in naive for i in (-2, -1)]
+    assert [rewards[2 * seed] < rewards[2 * seed + 1] for seed in range(5)] == [False] * 4 + [True]
+    gaps = [[x for x in steps if x is not None] for steps in series(found["naive lr=3e-6"], "gap")]
+    grown = sorted(fmean(steps[-10:]) - fmean(steps[:10]) for steps in gaps)
+    assert sum(grown[-2:]) > sum(grown) / 2  # "two seeds make most of the growth"
     _, token, *equal = at_equal_length("results/gsm8k/harm")
     assert ("gives {:.4f} a token and shadow - naive at equal length {:+.3f}, standard error {:.3f}"
             ", compressed (served dense {:+.3f}, standard error {:.3f})").format(
