@@ -26,7 +26,7 @@ from support.run import settings_kept
 
 LARGEST = 1e15  # rewards become fp32, in which their squares are summed
 # what a right response may look like
-FORMS = ("{}", r"\boxed{{{}}}", "The answer is ({}).")
+FORMS = ("{}", r"\boxed{{{}}}")
 
 
 class RewardError(ValueError):

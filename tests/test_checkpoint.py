@@ -2,6 +2,7 @@
 whatever stands there."""
 import os
 import shutil
+import stat
 from types import SimpleNamespace
 
 import pytest
@@ -20,8 +21,10 @@ from conftest import (
 )
 from support.checkpoint import (
     UNFINISHED,
+    new_file,
     open_to_append,
     remove,
+    sync,
     write_checkpoint,
     write_tensors,
     write_text,
@@ -208,6 +211,30 @@ def test_memory_of_another_kind(finished, tmp_path):
 
 
 # the pieces
+
+def test_a_file_is_on_the_disk_before_it_has_its_name(tmp_path, monkeypatch):
+    """And its name before the next thing happens; sync does the same for a file that stands."""
+    path, did = tmp_path / "x", []
+
+    def noted(what, call):
+        def act(*args, **kwargs):
+            kind = ""
+            if what == "sync":
+                kind = " folder" if stat.S_ISDIR(os.fstat(args[0]).st_mode) else " file"
+            did.append(what + kind)
+            return call(*args, **kwargs)
+        return act
+
+    for name, what in dict(fsync="sync", replace="rename").items():
+        monkeypatch.setattr(os, name, noted(what, getattr(os, name)))
+    write_text(str(path), "new")
+    assert did == ["sync file", "rename", "sync folder"] and path.read_text() == "new"
+    sync(str(path))
+    assert did[3:] == ["sync file"]
+    with pytest.raises(FileExistsError):  # nobody's file is taken for a new one
+        new_file(str(path), None)
+    assert path.read_text() == "new"
+
 
 def test_tensors_are_written_as_safetensors_writes_them(tmp_path):
     """Byte for byte, whatever dtypes, shapes, order and layout."""

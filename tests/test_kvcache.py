@@ -517,6 +517,9 @@ def test_adaptive_by_hand():
     assert adaptive(batch, e).tolist() == [[12, 4], [4, 12], [9, 7]]
     # of fifteen, three heads: ten at most, one at least
     assert adaptive(torch.stack((high, low, low + 10)), e).tolist() == [3 + 10, 3 + 1, 3 + 4]
+    # of forty, twenty a head on average: a fifth of that is four
+    long = torch.stack((torch.arange(100.0, 150), torch.arange(50.0)))
+    assert adaptive(long, replace(e, budget=23)).tolist() == [3 + 36, 3 + 4]
 
 
 def test_adaptive_in_the_cache(model, method):

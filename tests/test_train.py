@@ -36,7 +36,7 @@ from conftest import (
     train_here,
     write_problems,
 )
-from data.tasks import TASKS, Problems, prompt_encoder
+from data.tasks import TASKS, Problems, before_stop, prompt_encoder
 from data.tokenizer import Tokenizer
 from grpo import advantages, replay
 from kvcache import EVICT, SPREAD, Eviction, NotFinite
@@ -605,6 +605,11 @@ def test_what_a_stop_string_cuts():
     assert torch.equal(cut.logp_roll[0, 0, :3], r.logp_roll[0, 0, :3])
     out = replay(net, cut)                                      # and replay is still exact
     assert (out["shadow"] - cut.logp_roll).abs().max() < 1e-5
+    # of several strings the first in the text, and what ends there was not cut at the limit
+    short = generate(net, [ids], 2, 3, stop_ids=tok.stop_ids, eviction=Eviction("none"))
+    first = cut_at(tok, short, ("476", "coin"))
+    assert first.lengths.tolist() == [[1, 1]] and first.stopped.all() and not short.stopped.any()
+    assert before_stop(whole, ("476", "coin")) == " "
     none = cut_at(tok, r, ("lamp",))                      # control
     assert torch.equal(none.tokens, r.tokens) and torch.equal(none.lengths, r.lengths)
     for wrong in ('[""]', "[1]", "[", '["a", ""]'):
