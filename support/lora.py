@@ -141,6 +141,7 @@ class LoRA(Masters):
         self.optimizer = adamw(self.masters, c)
         self.scale = first_scale(self.params)
         for p, parts in found.items():
+            p.collected = [x for _, adapter in parts for x in (adapter.A, adapter.B)]
             p.register_post_accumulate_grad_hook(partial(self.collect, parts))
 
     @staticmethod

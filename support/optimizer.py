@@ -59,7 +59,10 @@ class Masters:
                         else p.detach().float().requires_grad_() for p in self.params]
         self.optimizer = adamw(self.masters, config)
         self.scale = first_scale(self.params)
+        for p in self.params:
+            p.collected = []  # for fast/recorded.py: whose .grad gets its gradient; none: its own
         for p, master in self.copies():
+            p.collected = [master]
             p.register_post_accumulate_grad_hook(partial(self.collect, master))
 
     def copies(self):
@@ -138,8 +141,9 @@ class Masters:
 
     @torch.no_grad()
     def copy_down(self):
-        for p, master in self.copies():
-            p.copy_(master)
+        copies = self.copies()
+        if copies:
+            torch._foreach_copy_(*map(list, zip(*copies)))
 
     def state(self):
         """What a checkpoint keeps. Raises FloatingPointError if a weight is not finite."""
