@@ -630,7 +630,7 @@ def transformers_learner(name, r, adv, micro, repeat):
 # step, lora, cards, fit
 
 def timed_steps(steps):
-    return f"median of {steps} after two first ones, wall clock"
+    return f"median of {steps} after the warm-up, wall clock"
 
 
 def step(report, name, work, steps, checkpointing):

@@ -14,9 +14,9 @@ came before, so a pass that is launched kernel by kernel has the same padding an
 1. A number of rows is recorded when it comes for the second time: the first pass compiles its
    kernels. Recording takes about as long as a pass. There are at most SIZES recordings of a model.
 2. Addresses are fixed: rows are copied in, hidden states out, and gradients are added to tensors
-   that stay, in place of those that the optimizer made. p.collected lists the tensors to whose .grad
-   the gradient of a parameter p is added; if there is none, it is p's own. A model whose weights
-   moved is recorded anew.
+   that stay, in place of those that the optimizer made. p.collected lists the tensors to whose
+   .grad the gradient of a parameter p is added; if there is none, it is p's own. A model whose
+   weights moved is recorded anew.
 3. All recordings of a model share their memory, so a second pass before the first one's backward
    pass is launched kernel by kernel.
 4. That memory is what would be left over: a quarter of the card must stay free even if as much
@@ -102,7 +102,8 @@ def pad(ids, pos, until, rows):
 
 class Pass(torch.autograd.Function):
     """The model between ids and hidden states as one step of autograd. Its parameters are inputs,
-    so that hidden states need a gradient; theirs take their own way (Eager, Replay)."""
+    so that autograd knows on what hidden states depend; it is told of no gradient of theirs, which
+    go their own way (Eager, Replay)."""
 
     @staticmethod
     def forward(ctx, one, *trained):

@@ -147,6 +147,8 @@ class LoRA(Masters):
     @staticmethod
     def collect(parts, p):
         """In the middle of a backward pass, when p.grad is complete: hand it on and free it."""
+        if p.grad is None:  # as in Masters.collect
+            return
         for rows, adapter in parts:
             adapter.collect(p.grad[rows])
         p.grad = None

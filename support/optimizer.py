@@ -73,7 +73,9 @@ class Masters:
     @staticmethod
     def collect(master, p):
         """In the middle of a backward pass, when p.grad is complete: add it to the master's
-        in fp32 and free it."""
+        in fp32 and free it. Of a recorded pass autograd comes a second time, with nothing."""
+        if p.grad is None:
+            return
         if master.grad is None:
             master.grad = p.grad.float()
         else:

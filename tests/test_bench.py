@@ -254,7 +254,7 @@ def two_ranks(out):
 
     bench.train.update, bench.sampler.generate = watched, sampled
     bench.main(["cards", "--quick", f"--out={out}"])
-    assert parts == [(2 * parallel.rank(), 4)] * 2
+    assert parts == [(2 * parallel.rank(), 4)] * 3
     # one update for all: four prompts, all different, two of each rank
     for r, rewards in seen:
         assert len({tuple(p) for p in r.prompts}) == len(r.prompts) == len(rewards) == 4
