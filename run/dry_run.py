@@ -13,7 +13,7 @@ from types import SimpleNamespace
 
 import torch
 
-from fast import recorded
+from fast.recorded import nothing_recorded
 from kvcache import Eviction
 from rollout import generate
 from run.evaluate import evaluate
@@ -72,13 +72,13 @@ def changed(settings, config, key, value):
 
 @one_line_errors(ValueError, OSError, MemoryError, FloatingPointError)
 @placed(ValueError, OSError, FloatingPointError)
+@nothing_recorded()
 def dry_run(job, settings, update):
     """Measure one step and an evaluation batch, then the same with other settings, and print what
     each takes, without the recordings of fast/recorded.py, which take what would be left over.
     Weights stay: lr is 0. settings, update: those of train.py."""
     config = job.config
     net = job.net
-    recorded.SIZES = 0
     rng = torch.Generator().manual_seed(0)
     rollouts = {}
 
