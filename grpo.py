@@ -40,9 +40,10 @@ from dataclasses import dataclass
 
 import torch
 
-from fast.attention import make_plans
+from fast.attention import plans_of
 from fast.head import head_rows
 from fast.launch import widen
+from fast.recorded import recorded
 from shadow_attn import shadow_attention
 
 NORMS = ("sequence", "token", "constant")
@@ -114,8 +115,8 @@ def pack_by_hand(rollout, policies=("dense", "shadow")):
 def pack(rollout, policies=("dense", "shadow")):
     """Lay a rollout out for the learner; `policies` says which copies it holds. -> Packed
 
-    `pack_by_hand` line by line, in tensors: a policy's copies of a whole group at a time. Of
-    responses of 4, 2 and 3 tokens, where a policy's copies begin at row 100:
+    `pack_by_hand` in tensors: all prompts at a time, then a policy's copies of all groups. Of a
+    group with responses of 4, 2 and 3 tokens, where a policy's copies begin at row 100:
 
         sample  0    0    0    1    2    2      of each row
         step    0    1    2    0    0    1      the token's number in its response
@@ -124,51 +125,51 @@ def pack(rollout, policies=("dense", "shadow")):
         gone    103  103  103  104  106  106    by sample 103 104 106
 
     Raises ValueError for a log that does not fit."""
-    if (not policies or len(set(policies)) < len(policies)
-            or not set(policies) <= {"dense", "shadow"}):
+    if sorted(policies) not in (["dense"], ["shadow"], ["dense", "shadow"]):
         raise ValueError("policies must be 'dense', 'shadow' or both, each once, "
                          f"got {policies!r}")
     rollout.check()
-    B, G, R = rollout.tokens.shape
-    L, nkv = rollout.until.shape[:2]
-    device = rollout.tokens.device
+    (G, R), (L, nkv) = rollout.tokens.shape[1:], rollout.until.shape[:2]
     policies = [policy for policy in ("dense", "shadow") if policy in policies]
-    ids, pos, until = [], [], []
-    rows = {policy: torch.full((B, G, R), -1, device=device) for policy in policies}
-    steps = torch.arange(R, device=device)
-    owned = (rollout.lengths - 1).sum(1).tolist()
-    first = 0
-    for group, prompt in enumerate(rollout.prompts):
-        P = len(prompt)
-        fed = rollout.lengths[group] - 1                            # (G,)
-        own = owned[group]
-        end = first + P + len(policies) * own
-        dropped_at = end - own if "shadow" in policies else end
+    device = rollout.tokens.device
+    tokens = torch.tensor([token for prompt in rollout.prompts for token in prompt],
+                          device=device)
+    P = torch.tensor([len(prompt) for prompt in rollout.prompts], device=device)  # (B,)
+    fed = rollout.lengths - 1                                   # (B, G)
+    own = fed.sum(1)                                            # (B,)
+    end = (P + len(policies) * own).cumsum(0)                   # (B,)
+    copies = end - len(policies) * own  # (B,) the rows where a policy's copies begin
+    first = copies - P
+    dropped_at = end - own if "shadow" in policies else end
+    ids, pos = tokens.new_empty(2, int(end[-1]))
+    until = torch.empty(L * nkv, len(ids), dtype=torch.int32, device=device)
 
-        ids.append(torch.tensor(prompt, device=device))
-        pos.append(torch.arange(P, device=device))
-        dies = torch.full((L * nkv, P), dropped_at, dtype=torch.int32, device=device)
-        dies[rollout.kept_keys(group)] = end
-        until.append(dies.view(L, nkv, P))
+    group = torch.repeat_interleave(P, output_size=len(tokens))
+    row = torch.arange(len(tokens), device=device) + (first - P.cumsum(0) + P)[group]
+    ids[row], pos[row] = tokens, row - first[group]
+    until[:, row] = dropped_at[group].int()
+    group, head, position = rollout.kept_keys()
+    until[head, first[group] + position] = end[group].int()
 
-        # (own,) each
-        sample, step = (steps < fed[:, None]).nonzero(as_tuple=True)
-        copies = first + P  # the row where this policy's copies begin
-        for policy in policies:
-            gone = copies + fed.cumsum(0)                       # (G,)
-            born = gone - fed                                   # (G,)
-            rows[policy][group, :, 0] = first + P - 1
-            ids.append(rollout.tokens[group, sample, step])
-            pos.append(P + step)
-            dies = gone[sample].expand(L, nkv, own)
-            if policy == "shadow":
-                dropped = rollout.until[:, :, group, sample, step]  # (L, nkv, own)
-                dies = dies.minimum(born[sample] + dropped)
-            until.append(dies.int())
-            rows[policy][group, sample, step + 1] = born[sample] + step
-            copies += own
-        first = end
-    return Packed(torch.cat(ids), torch.cat(pos), torch.cat(until, dim=2), rows)
+    # (n,) each; samples are counted on from group to group
+    sample, step = rollout.mask[..., 1:].flatten(0, 1).nonzero(as_tuple=True)
+    rows = {}
+    for policy in policies:
+        gone = copies[:, None] + fed.cumsum(1)                  # (B, G)
+        born = gone - fed                                       # (B, G)
+        predicts = born[..., None] + torch.arange(-1, R - 1, device=device)
+        predicts[..., 0] = (first + P - 1)[:, None]
+        rows[policy] = predicts.masked_fill(~rollout.mask, -1)  # (B, G, R)
+        row = born.flatten()[sample] + step
+        ids[row] = rollout.tokens.flatten(0, 1)[sample, step]
+        pos[row] = P[sample // G] + step
+        dies = gone.flatten()[sample].expand(L * nkv, -1)
+        if policy == "shadow":
+            dropped = rollout.until.flatten(2, 3).flatten(0, 1)[:, sample, step]
+            dies = dies.minimum(born.flatten()[sample] + dropped)
+        until[:, row] = dies.int()
+        copies = copies + own
+    return Packed(ids, pos, until.view(L, nkv, -1), rows)
 
 
 def replay(model, rollout, policies=("dense", "shadow"), distill_to=None, stats=False,
@@ -195,26 +196,25 @@ def replay(model, rollout, policies=("dense", "shadow"), distill_to=None, stats=
     packed = pack(rollout, policies)
     rollout.check_model(model)
     mask = rollout.mask                                         # (B, G, R)
+    # all that asks a card for sizes comes before the pass, for which it would have to wait
     targets = rollout.tokens[mask]                              # (n,)
-    # one preparation for all layers saves thousands of small launches; of very long rows its lists
-    # would be large
-    L, nkv, N = packed.until.shape
-    plans = [None] * L
-    if packed.until.is_cuda and L * nkv * N ** 2 < 2**39:
-        plans = make_plans(packed.until, torch.is_grad_enabled())
+    at = {policy: packed.rows[policy][mask] for policy in policies}  # (n,) rows, each
 
-    def attend(layer, q, k, v):  # here the Shadow Mask enters the learner
-        return shadow_attention(q, k, v, packed.until[layer], plan=plans[layer])
+    def attend_under(until):  # here the Shadow Mask enters the learner
+        plans = plans_of(until, torch.is_grad_enabled())
+        return lambda layer, q, k, v: shadow_attention(
+            q, k, v, until[layer], plan=plans[layer])
 
-    hidden = model(packed.ids, packed.pos, attend, checkpointing)  # (N, C)
+    hidden = recorded(model, packed.ids, packed.pos, until=packed.until,
+                      attend_under=attend_under, checkpointing=checkpointing)  # (N, C)
     # only rows that predict a response token meet the head. Indexing, not index_select: the
     # prompt's last row is gathered once per response, and this sums its gradients in a fixed order
-    at = {policy: packed.rows[policy][mask] for policy in policies}  # (n,) rows, each
     scored = [hidden[at[policy]] for policy in policies]        # (n, C) each
     student = policies.index(distill_to) if distill_to else None
     frozen = None  # the teacher's head and hidden states, where it is another model
     if teacher is not None:
         with torch.no_grad():
+            attend = attend_under(packed.until)
             theirs = teacher(packed.ids, packed.pos, attend)    # (N, C)
             frozen = teacher.head, theirs[at[distill_to]]       # (n, C)
     out = head_rows(
@@ -441,7 +441,7 @@ class GRPO:
     def loss(self, out, part, batch, old, whole):
         """One micro-batch `part` of the rollout `whole`. out: what replay returned. batch: the
         part's share of prepare's. old: the learner's log-probs before its first update, None in
-        that. -> loss (), numbers for the log; both add up over micro-batches"""
+        that. -> loss (), numbers for the log, tensors () too; both add up over micro-batches"""
         config = self.config
         logp = out[config.learner]
         if config.ratio_to == "sampler":
@@ -450,11 +450,10 @@ class GRPO:
         loss, stats = policy_loss(
             logp, old, batch["adv"], part.mask, clip=config.clip,
             clip_high=config.clip_high, weight=batch.get("weight"), scale=scale)
-        tokens = part.mask.sum().item()
-        of_all = whole.mask.sum().item()
-        numbers = {name: mean.item() * tokens / of_all for name, mean in stats.items()}
+        tokens, of_all = part.mask.sum(), whole.mask.sum()
+        numbers = {name: x.double() * tokens / of_all for name, x in stats.items()}
         if self.reference is not None:
             kl = (scale * reference_kl(logp, batch["ref"], part.mask, old)).sum()
             loss = loss + config.ref_kl * kl
-            numbers["ref_kl"] = kl.item()
+            numbers["ref_kl"] = kl.detach()
         return loss, numbers

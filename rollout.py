@@ -56,21 +56,22 @@ class Rollout:
         t = torch.arange(self.tokens.shape[2], device=self.tokens.device)
         return t < self.lengths[..., None]
 
-    def kept_keys(self, b):
-        """The kept keys of prompt b: KV head, counted on from layer to layer, and position, (n,)
-        each."""
-        heads = self.kept[b]
-        if torch.is_tensor(heads):  # all keep equally many
-            position = heads.flatten()                          # (n,)
-            counts = heads.shape[2]
-        else:
-            heads = [position for layer in heads for position in layer]
-            position = torch.cat(heads)                         # (n,)
-            counts = torch.tensor([len(x) for x in heads], device=position.device)
-        L, nkv = self.until.shape[:2]
-        head = torch.arange(L * nkv, device=position.device)
-        head = head.repeat_interleave(counts, output_size=len(position))
-        return head, position
+    def kept_keys(self):
+        """The kept keys of all prompts: number of the prompt, KV head, counted on from layer to
+        layer, and position, (n,) each."""
+        heads = self.until.shape[0] * self.until.shape[1]
+        found, counts = [], []
+        for kept in self.kept:
+            if torch.is_tensor(kept):  # all keep equally many
+                found.append(kept.flatten())
+                counts += [kept.shape[2]] * heads
+            else:
+                found += [position for layer in kept for position in layer]
+                counts += [len(position) for layer in kept for position in layer]
+        position = torch.cat(found)
+        counts = torch.tensor(counts, device=position.device)
+        head = torch.repeat_interleave(counts, output_size=len(position))
+        return head // heads, head % heads, position
 
     # they raise ValueError: for a log that does not fit the rollout; for a log or for tokens that a
     # model cannot have

@@ -242,18 +242,18 @@ def update(net, opt, objective, rollout, batch, config, lr, teacher=None):
                     scale = scale * part.rewards.clamp(0, 1)[..., None]   # (B, G, R)
                 kl = (scale * distance(out, config)).sum()
                 loss = loss + config.distill * kl
-                metrics.add(kl=kl.item())
+                metrics.add(kl=kl)
             opt.backward(loss)
 
-            metrics.add(loss=loss.item(), **numbers)
+            metrics.add(loss=loss, **numbers)
             if is_first:
                 old[i] = out[config.learner].detach()
                 gap = (old[i] - part.logp_roll).abs()                     # (B, G, R)
                 metrics.collect(part.mask, gap=gap, entropy=out["entropy"])
                 if "accept" in out:
                     metrics.collect(part.mask, accept=out["accept"])
-        metrics = Metrics.together(parallel.gather(metrics))
         norm = opt.step(lr, config.grad_clip)
+        metrics = Metrics.together(parallel.gather(metrics.asked()))
         metrics.add(grad_norm=norm, **opt.scaling)
         done.append(metrics)
     opt.halfway = False  # opt.step set it; all updates are done, so the weights may be saved

@@ -17,6 +17,7 @@ import torch
 from fast.attention import make_plan
 from fast.decode_attn import decode_attention, formula
 from fast.launch import interpreted, triton
+from fast.recorded import pooled
 from shadow_attn import definition, shadow_attention
 from support.configurator import help_if_asked
 from support.run import tell
@@ -79,8 +80,8 @@ def sync():
 
 
 def allocated():
-    """GB at the peak since the last reset; None on a CPU."""
-    return torch.cuda.max_memory_allocated() / 1e9 if CUDA else None
+    """GB at the peak since the last reset, that of recordings included; None on a CPU."""
+    return (torch.cuda.max_memory_allocated() + pooled()) / 1e9 if CUDA else None
 
 
 def clock(f, repeat=5, warm=1):

@@ -630,7 +630,7 @@ def transformers_learner(name, r, adv, micro, repeat):
 # step, lora, cards, fit
 
 def timed_steps(steps):
-    return f"median of {steps} after a first one, wall clock"
+    return f"median of {steps} after the warm-up, wall clock"
 
 
 def step(report, name, work, steps, checkpointing):
@@ -722,7 +722,7 @@ def our_step(name, work, steps, checkpointing, **more):
     opt = LoRA(model, c) if c.lora_rank else Masters(model, c)
     objective = grpo.GRPO(model, c, None)
     times = []
-    for i in range(steps + 1):
+    for i in range(steps + 2):  # the first compiles, in the second the learner is recorded
         start = now()
         r = sampler.generate(model, ids[mine.start:mine.stop], work.G, work.R,
                              temperature=c.temperature, eviction=work.eviction, seed=i,
@@ -736,9 +736,9 @@ def our_step(name, work, steps, checkpointing, **more):
         train.update(model, opt, objective, r, batch=batch, config=c, lr=c.lr)
         end = now()
         times.append((end - start, middle - start, end - middle))
-        if i == 0 and CUDA:
+        if i == 1 and CUDA:
             torch.cuda.reset_peak_memory_stats()
-    seconds, rollout_s, learn_s = (statistics.median(x) for x in zip(*times[1:]))
+    seconds, rollout_s, learn_s = (statistics.median(x) for x in zip(*times[2:]))
     peak = max(parallel.gather(allocated()), key=lambda gb: gb or 0)
     return dict(ms=1e3 * seconds, rollout_s=rollout_s, learn_s=learn_s,
                 first_s=times[0][0], peak_gb=peak, times=times,

@@ -437,6 +437,15 @@ def make_plans(until, backward=True):
     return [Plan(*layer) for layer in zip(born, dies, by_query, by_key)]
 
 
+def plans_of(until, backward=True):
+    """`make_plans` on a card, whose thousands of small launches it saves; L times None elsewhere,
+    and of very long rows, whose lists for all layers would be large."""
+    L, nkv, N = until.shape
+    if until.is_cuda and L * nkv * N ** 2 < 2**39:
+        return make_plans(until, backward)
+    return [None] * L
+
+
 def tile_lists(bounds, N, L, by_key):
     """bounds: 4 x (L * nkv, nk), smallest and largest born, then dies, of a tile's keys ->
     list of L TileLists"""

@@ -1,5 +1,5 @@
 """
-One decoding step, recorded as a CUDA graph.
+One decoding step, recorded as a CUDA graph; fast/recorded.py records the learner with the same.
 
 The idea. Decoding launches hundreds of kernels per token that last a few microseconds each:
 launched one by one, the host is the limit. Recorded once, they are launched together for every
@@ -9,13 +9,15 @@ What changes from token to token (slot, position, random numbers) must be read f
 nothing in a step may wait for the device, and every tensor that a step touches must stay at its
 address until the last replay: the frame of rollout.generate holds them.
 
-Left out: replaying in a later rollout, several recordings at a time on a card.
+Left out: replaying a decoding step in a later rollout, several of them at a time on a card.
 """
 import functools
+import weakref
 
 import torch
 
 RECORDED = {}  # card -> the last graph there, whose memory the next one takes over
+LEARNERS = weakref.WeakKeyDictionary()  # model -> what fast/recorded.py holds of it
 
 
 def record(step, device):
@@ -30,23 +32,31 @@ def record(step, device):
         if a_quarter_is_free():
             try:
                 graph = RECORDED[card] = capture(step, RECORDED.get(card))
-            except RuntimeError as e:  # the end of a recording may hide what ended it
-                full = torch.OutOfMemoryError
-                if not (isinstance(e, full) or isinstance(e.__context__, full)):
+            except RuntimeError as e:
+                if not memory_ended(e):
                     raise
         if graph is None:
             RECORDED.pop(card, None)
+            for learner in LEARNERS.values():
+                learner.drop()
             torch.cuda.empty_cache()
             graph = capture(step)  # not kept: others need its memory soon
     return graph.replay
 
 
-def a_quarter_is_free():
+def memory_ended(error):
+    """Did memory run out in a recording? Its end may hide what ended it."""
+    full = torch.OutOfMemoryError
+    return isinstance(error, full) or isinstance(error.__context__, full)
+
+
+def a_quarter_is_free(beyond=0):
     """Is a quarter of the current card held by nobody, or of the part of it that this process may
-    take? If not, others may need what this process holds without use."""
+    take, even if so many bytes more are taken? If not, others may need what this process holds
+    without use."""
     free, whole = torch.cuda.mem_get_info()
     part = whole * torch.cuda.get_per_process_memory_fraction()
-    return min(free, part - torch.cuda.memory_reserved()) > part / 4
+    return min(free, part - torch.cuda.memory_reserved()) - beyond > part / 4
 
 
 def capture(step, last=None):

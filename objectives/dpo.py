@@ -41,7 +41,7 @@ class DPO:
         logp = out[self.config.learner]
         losses, margins = dpo_loss(logp, batch["ref"], part.mask, self.config.beta)
         pairs = len(whole.prompts)
-        return losses.sum() / pairs, dict(margin=margins.sum().item() / pairs)
+        return losses.sum() / pairs, dict(margin=margins.sum().double() / pairs)
 
 
 def best_and_worst(rollout, rewards):

@@ -44,7 +44,7 @@ class PPO(GRPO):
         loss, numbers = super().loss(out, part, batch, old, whole=whole)
         error = value_loss(out["value"], batch["values"], batch["returns"], part.mask,
                            clip=self.config.clip, scale=batch["scale"])
-        numbers["value_loss"] = error.item()
+        numbers["value_loss"] = error.detach()
         return loss + self.config.value_coef * error, numbers
 
 

@@ -13,6 +13,7 @@ from types import SimpleNamespace
 
 import torch
 
+from fast.recorded import nothing_recorded
 from kvcache import Eviction
 from rollout import generate
 from run.evaluate import evaluate
@@ -71,9 +72,11 @@ def changed(settings, config, key, value):
 
 @one_line_errors(ValueError, OSError, MemoryError, FloatingPointError)
 @placed(ValueError, OSError, FloatingPointError)
+@nothing_recorded()
 def dry_run(job, settings, update):
     """Measure one step and an evaluation batch, then the same with other settings, and print what
-    each takes. Weights stay: lr is 0. settings, update: those of train.py."""
+    each takes, without the recordings of fast/recorded.py, which take what would be left over.
+    Weights stay: lr is 0. settings, update: those of train.py."""
     config = job.config
     net = job.net
     rng = torch.Generator().manual_seed(0)

@@ -48,7 +48,9 @@ def check_batch(batch, config):
 
 
 class Metrics:
-    """Numbers of one optimizer step: sums over micro-batches, and numbers of single tokens."""
+    """Numbers of one optimizer step: sums over micro-batches, and numbers of single tokens. Tensors
+    stay what they are until `asked`: a question stalls a card, and the sums of fp64 tensors are
+    those of Python's numbers."""
 
     def __init__(self, **sums):
         self.sums = sums
@@ -56,12 +58,20 @@ class Metrics:
 
     def add(self, **numbers):
         for name, x in numbers.items():
+            if torch.is_tensor(x):
+                x = x.detach().double()
             self.sums[name] = self.sums.get(name, 0.0) + x
+
+    def asked(self):
+        """The same with sums that are numbers."""
+        self.sums = {name: x.item() if torch.is_tensor(x) else x
+                     for name, x in self.sums.items()}
+        return self
 
     def collect(self, mask, **tensors):
         """Keep the entries of each tensor where mask is True."""
         for name, x in tensors.items():
-            self.parts.setdefault(name, []).append(x[mask])
+            self.parts.setdefault(name, []).append((x, mask))
 
     @classmethod
     def together(cls, several):
@@ -75,7 +85,7 @@ class Metrics:
 
     def tokens(self, name):
         """All that was collected under this name, (n,) fp32."""
-        return torch.cat(self.parts[name]).float()
+        return torch.cat([x[mask] for x, mask in self.parts[name]]).float()
 
 
 def summary(done):

@@ -141,11 +141,14 @@ class LoRA(Masters):
         self.optimizer = adamw(self.masters, c)
         self.scale = first_scale(self.params)
         for p, parts in found.items():
+            p.collected = [x for _, adapter in parts for x in (adapter.A, adapter.B)]
             p.register_post_accumulate_grad_hook(partial(self.collect, parts))
 
     @staticmethod
     def collect(parts, p):
         """In the middle of a backward pass, when p.grad is complete: hand it on and free it."""
+        if p.grad is None:  # as in Masters.collect
+            return
         for rows, adapter in parts:
             adapter.collect(p.grad[rows])
         p.grad = None

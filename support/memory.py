@@ -95,8 +95,8 @@ def advice(run, found):
 
 
 def release(error=None):
-    """Give back what is no longer in use, but for the memory of a card's last recording
-    (fast/record.py); also what the frames that an error came through hold."""
+    """Give back what is no longer in use, but for the memory of recordings (fast/record.py,
+    fast/recorded.py); also what the frames that an error came through hold."""
     while error is not None:
         traceback.clear_frames(error.__traceback__)
         error = error.__context__

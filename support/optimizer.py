@@ -59,7 +59,10 @@ class Masters:
                         else p.detach().float().requires_grad_() for p in self.params]
         self.optimizer = adamw(self.masters, config)
         self.scale = first_scale(self.params)
+        for p in self.params:
+            p.collected = []  # for fast/recorded.py: whose .grad gets its gradient; none: its own
         for p, master in self.copies():
+            p.collected = [master]
             p.register_post_accumulate_grad_hook(partial(self.collect, master))
 
     def copies(self):
@@ -70,7 +73,9 @@ class Masters:
     @staticmethod
     def collect(master, p):
         """In the middle of a backward pass, when p.grad is complete: add it to the master's
-        in fp32 and free it."""
+        in fp32 and free it. Of a recorded pass autograd comes a second time, with nothing."""
+        if p.grad is None:
+            return
         if master.grad is None:
             master.grad = p.grad.float()
         else:
@@ -138,8 +143,9 @@ class Masters:
 
     @torch.no_grad()
     def copy_down(self):
-        for p, master in self.copies():
-            p.copy_(master)
+        copies = self.copies()
+        if copies:
+            torch._foreach_copy_(*map(list, zip(*copies)))
 
     def state(self):
         """What a checkpoint keeps. Raises FloatingPointError if a weight is not finite."""

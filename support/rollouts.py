@@ -85,25 +85,27 @@ def check_log(rollout):
         if size < 1 or size != sampled:
             raise ValueError(f"prompt {b} has {size} tokens, at sampling it had "
                              f"{sampled}")
-    shortest, longest = torch.stack(rollout.lengths.aminmax()).tolist()
+    for kept in rollout.kept:
+        check_integers(kept=kept)
+    prompt, head, position = rollout.kept_keys()                # (n,) each
+    size = torch.tensor(sizes, device=prompt.device)[prompt]
+    sound = (position >= 0) & (position < size)
+    slot = (prompt * (L * nkv) + head) * max(sizes) + position
+    sound[1:] &= slot.diff() > 0  # ascending
+    born = torch.arange(R, device=rollout.until.device)
+    lives = (rollout.until > born) | ~rollout.mask
+    asked = *rollout.lengths.aminmax(), lives.all(), sound.all()
+    shortest, longest, lives, good = torch.stack([x.long() for x in asked]).tolist()
     if shortest < 1 or longest > R:
         raise ValueError(
             f"response lengths must be 1 to {R}, got {shortest} to {longest}")
-    born = torch.arange(R, device=rollout.until.device)
-    if not ((rollout.until > born) | ~rollout.mask).all():
+    if not lives:
         raise ValueError(
             "until of response token t must be above t: its own query sees its key")
-    sound = []
-    for b, size in enumerate(sizes):
-        check_integers(kept=rollout.kept[b])
-        head, position = rollout.kept_keys(b)                   # (n,) each
-        inside = (position >= 0) & (position < size)
-        ascending = (head * size + position).diff() > 0
-        sound.append(inside.all() & ascending.all())
-    for b, good in enumerate(torch.stack(sound).tolist()):
-        if not good:
-            raise ValueError(f"kept of prompt {b}: positions must be ascending and "
-                             f"within its {sizes[b]} tokens")
+    if not good:
+        b = prompt[~sound][0].item()
+        raise ValueError(f"kept of prompt {b}: positions must be ascending and "
+                         f"within its {sizes[b]} tokens")
 
 
 def check_model(rollout, model):
@@ -119,7 +121,8 @@ def check_model(rollout, model):
     if longest > config.max_pos:
         raise ValueError(f"prompt and response have up to {longest} tokens, the "
                          f"model's context is {config.max_pos}")
-    sampled = rollout.tokens[rollout.mask]                      # (n,)
+    tokens = rollout.tokens                                     # (B, G, R)
+    sampled = torch.where(rollout.mask, tokens, tokens[..., :1])
     least, most = torch.stack(sampled.aminmax()).tolist()
     lowest = min(least, *map(min, prompts))
     highest = max(most, *map(max, prompts))

@@ -506,6 +506,18 @@ def test_numbers_of_several_updates():
     assert log["accept"] == 0.75 and log["accept_p05"] == pytest.approx(0.525)
 
 
+def test_sums_are_asked_for_once():
+    """Tensors are added up as Python adds numbers. Control: in fp32 the sum is another."""
+    some = torch.rand(99, generator=torch.Generator().manual_seed(0))
+    tensors, numbers = Metrics(kl=0.0), Metrics(kl=0.0)
+    for x in some.requires_grad_():
+        tensors.add(kl=x, skipped=1)
+        numbers.add(kl=x.item(), skipped=1)
+    assert torch.is_tensor(tensors.sums["kl"]) and not tensors.sums["kl"].requires_grad
+    assert tensors.asked().sums == numbers.sums
+    assert isinstance(tensors.sums["kl"], float) and numbers.sums["kl"] != some.sum().item()
+
+
 # the optimizer
 
 def with_gradient(net, opt, gradient):
