@@ -34,6 +34,7 @@ from fast.decode_attn import decode_attention
 from fast.head import matmul32
 from fast.launch import widen
 from fast.scores import folded, mass, summed, vmapped
+from fast.snapkv import compress, edges, knows, neighbours
 
 INF = float("inf")
 
@@ -303,11 +304,6 @@ def keep(score, K, window, sinks, count=None):
     return best.sort(dim=-1).values
 
 
-def chosen(x, slot):
-    """x (..., n, hs) at slots (..., K), a copy -> (..., K, hs)"""
-    return x.take_along_dim(slot[..., None], dim=-2)
-
-
 class KVCache:
     """Keys and values of B prompts (compressed, shared by their group) and of S responses.
 
@@ -324,8 +320,7 @@ class KVCache:
         method = EVICT[eviction.method]
         self.method = method if isinstance(method, Method) else Method(method)
         L, nkv, hs = config.n_layer, config.n_kv_head, config.head_size
-        B, R = len(lengths), max_new_tokens
-        S = B * group
+        B, S, R = len(lengths), len(lengths) * group, max_new_tokens
         like = dict(device=device, dtype=dtype)
         # prompts: slots past what a prompt fills are padding. By layer, as budgets may differ
         self.slots = [[eviction.slots(layer, L, P) for P in lengths]
@@ -340,19 +335,18 @@ class KVCache:
         # response tokens fed; slots filled, as many in all samples
         self.t = torch.zeros((), device=device, dtype=torch.int64)
         self.response_filled = torch.zeros_like(self.t)
-        # the log: kept[prompt][layer] is (nkv, K); until, the decoding step at which a response
-        # key dies (R: never), which grpo.pack turns into a row
-        self.kept = [[None] * L for _ in lengths]
+        self.edges = edges(lengths, device)                     # (B + 1,) rows
+        # the log: kept, by layer (n, nkv, K) of some prompts after the other; until, the decoding
+        # step at which a response key dies (R: never), which grpo.pack turns into a row
+        self.kept = [[] for _ in self.slots]
         self.until = torch.full((L, S, nkv, R), R, device=device, dtype=torch.int32)
         self.finite = torch.ones((), device=device, dtype=torch.bool)  # are all scores?
         if eviction.response_budget is None:
             return
         # what choosing among response keys takes; nbytes does not count it. The last queries, that
         # of step u in slot u % voters
-        voters = eviction.period
-        if not self.method.all_queries:
-            voters = min(voters, eviction.window)
-        voters = max(1, min(voters, R - 1))
+        most = eviction.period if self.method.all_queries else eviction.window
+        voters = max(1, min(most, eviction.period, R - 1))
         self.queries = torch.zeros(L, S, voters, config.n_head, hs, **like)
         # by layer (S, nkv, held): the step at which each key was born; of a method that adds up,
         # its score so far
@@ -360,13 +354,18 @@ class KVCache:
         self.born = [nothing.long()] * L
         self.past = [nothing] * L
 
+    def write_pack(self, which, layer, q, k, v):
+        """Compress n prompts at one layer. which: their indices, a slice. q (N, nh, hs), k, v (N,
+        nkv, hs): rotated, one prompt after the other."""
+        if self.method.score is snapkv and knows(self.eviction, k):
+            return compress(self, which, layer, q, k=k, v=v)
+        for same, rows in neighbours(self.lengths, which):
+            self.write_prompts(same, layer, q[rows], k=k[rows], v=v[rows])
+
     def write_prompts(self, which, layer, q, k, v):
-        """Compress prompts of one length at one layer. which: their indices, a slice.
-        q (n * P, nh, hs), k, v (n * P, nkv, hs): rotated, one prompt after the other."""
-        eviction = self.eviction
-        n = which.stop - which.start
-        P = self.lengths[which.start]
-        K = self.slots[layer][which.start]
+        """The same for prompts of one length P: q (n * P, nh, hs), k, v (n * P, nkv, hs)."""
+        n, eviction = which.stop - which.start, self.eviction
+        P, K = self.lengths[which.start], self.slots[layer][which.start]
         q, k, v = (x.unflatten(0, (n, P)) for x in (q, k, v))   # (n, P, heads, hs)
         if eviction.method == "none" or P <= eviction.budget_of(layer, len(self.slots)):
             kept = torch.arange(P, device=k.device).expand(n, k.shape[2], -1)
@@ -380,12 +379,10 @@ class KVCache:
             kept = keep(score, K, eviction.window, eviction.sinks, count=count)
         # slots that a KV head leaves empty (adaptive) hold P, which is no position: any key may
         # fill them, as decoding reads no further than prompt_filled
-        position = kept.clamp(max=P - 1)                        # (n, nkv, K)
-        # copies: no view keeps the dense keys alive
-        self.prompt_k[layer][which, :, :K] = chosen(k.transpose(1, 2), position)
-        self.prompt_v[layer][which, :, :K] = chosen(v.transpose(1, 2), position)
-        for prompt, positions in enumerate(kept, which.start):
-            self.kept[prompt][layer] = positions                # (nkv, K)
+        position = kept.clamp(max=P - 1)[..., None]             # (n, nkv, K, 1)
+        for x, store in ((k, self.prompt_k[layer]), (v, self.prompt_v[layer])):
+            store[which, :, :K] = x.transpose(1, 2).take_along_dim(position, 2)  # no view of x
+        self.kept[layer].append(kept)
 
     def scores(self, layer, t, q, k, elsewhere=None):
         """The method's scores of n prompts or samples, each by itself (fast/scores.py does several
@@ -459,7 +456,7 @@ class KVCache:
             until = torch.full_like(born, t).scatter(2, stay, self.until.shape[3])
             self.until[layer].scatter_(2, born, until.int())    # slot s holds token born[s]
             for store in (self.response_k[layer], self.response_v[layer]):
-                store[:, :, :K] = chosen(store, stay)
+                store[:, :, :K] = store.take_along_dim(stay[..., None], 2)
             born = born.gather(2, stay)                         # (S, nkv, K)
             score = score.gather(2, stay)
         self.born[layer] = born
@@ -483,11 +480,14 @@ class KVCache:
     def kept_positions(self):
         """The log of each prompt: (L, nkv, K) int64 where all layers and KV heads keep equally
         many, else lists [layer][KV head] of (K,). Index either by layer and KV head."""
+        log = []
+        for layers in zip(*self.kept):  # of the same prompts
+            alike = len({kept.shape for kept in layers}) == 1
+            log += torch.stack(layers, 1) if alike else map(list, zip(*layers))
         if self.eviction.spread in HEAD_SPREAD:
             return [[[kept[kept < P] for kept in heads] for heads in layers]
-                    for P, layers in zip(self.lengths, self.kept)]
-        return [torch.stack(layers) if len({heads.shape for heads in layers}) == 1
-                else layers for layers in self.kept]
+                    for P, layers in zip(self.lengths, log)]
+        return log
 
     def nbytes(self):
         """Bytes of storage that hold keys and values, counted from the storages themselves."""

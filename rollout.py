@@ -17,7 +17,6 @@ Letters in shapes: B prompts of P tokens, G samples of each, S = B * G in all, R
 most; N packed rows of width C, L layers, nkv KV heads, V token ids; t counts response tokens.
 """
 from dataclasses import dataclass, field, replace
-from itertools import groupby
 
 import torch
 
@@ -153,32 +152,27 @@ def prefill(model, cache, prompts, max_rows):
 
 def prefill_pack(model, cache, prompts, first):
     """Prompts packed into one sequence, the first of which is number `first` -> logits (n, V)"""
-    device = model.device
-    sizes = [len(prompt) for prompt in prompts]
-    n = torch.tensor(sizes, device=device)                      # (n,)
+    # built here and sent at once: on a card each small operation takes as long as a layer's
+    n = torch.tensor([len(prompt) for prompt in prompts])       # (n,)
     ends = n.cumsum(0)                                          # (n,)
+    start = (ends - n).repeat_interleave(n)                     # (N,)
+    pos = torch.arange(len(start)) - start                      # (N,)
+    ids = torch.tensor([token for prompt in prompts for token in prompt])
     # every key lives to the end of its prompt
-    until = ends.repeat_interleave(n, output_size=sum(sizes)).int()  # (N,)
-    until = until.expand(model.config.n_kv_head, -1).contiguous()  # (nkv, N)
+    rows = torch.stack((ids, pos, ends.repeat_interleave(n)))   # (3, N)
+    ids, pos, until = rows.to(model.device)
+    until = until.int().expand(model.config.n_kv_head, -1).contiguous()  # (nkv, N)
     plan = None
     if until.is_cuda:  # once for all layers
         plan = make_plan(until, backward=False)
-    ids = torch.tensor([token for prompt in prompts for token in prompt], device=device)
-    pos = torch.cat([torch.arange(size, device=device) for size in sizes])  # (N,)
 
     def attend(layer, q, k, v):
-        row, prompt = 0, first
-        for size, same in groupby(sizes):  # neighbours of one length together
-            count = len(list(same))
-            rows = slice(row, row + size * count)
-            which = slice(prompt, prompt + count)
-            cache.write_prompts(which, layer, q[rows], k=k[rows], v=v[rows])
-            row, prompt = rows.stop, which.stop
+        cache.write_pack(slice(first, first + len(prompts)), layer, q, k=k, v=v)
         # the output goes over q, which nobody needs any more; the dense keys go with this layer
         return shadow_attention(q, k, v, until, plan=plan, out=q if plan else None)
 
     hidden = model(ids, pos, attend)                            # (N, C)
-    return model.logits(hidden[ends - 1])
+    return model.logits(hidden[(ends - 1).to(hidden.device)])
 
 
 @torch.no_grad()
