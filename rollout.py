@@ -22,7 +22,7 @@ import torch
 
 from fast.attention import make_plan
 from fast.launch import kernels
-from fast.record import record
+from fast.record import KNOWN, kind_of, record
 from fast.sampling import sample_triton
 from kvcache import Eviction, KVCache, NotFinite
 from shadow_attn import shadow_attention
@@ -222,15 +222,15 @@ def generate(model, prompts, group, max_new_tokens, temperature=1.0, eviction=No
         draw(model.logits(hidden))                              # (S, V)
 
     draw(prefill(model, cache, prompts, prefill_rows).repeat_interleave(group, 0))
-    run = step
+    run, kind = step, kind_of(model, cache, temperature, seed)
     for t in range(1, R):
         # asking a card whether all have ended stalls it, so ask now and then; what is drawn in
         # between is dropped below
         asks = len(stop) and (device.type == "cpu" or t % 8 == 0)
         if asks and (tokens[:, :t, None] == stop).any(2).any(1).all():
             break
-        if t == 2 and device.type == "cuda":  # step 1 compiled and warmed up all
-            run = record(step, device)
+        if device.type == "cuda" and t == (1 if kind in KNOWN else 2):
+            run = record(step, device, kind)  # once step 1 has compiled and warmed up all
         run()
         if t < R - 1:  # nothing is sampled after step R - 1
             cache.evict_responses(t)

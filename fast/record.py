@@ -9,6 +9,9 @@ What changes from token to token (slot, position, random numbers) must be read f
 nothing in a step may wait for the device, and every tensor that a step touches must stay at its
 address until the last replay: the frame of rollout.generate holds them.
 
+Kernels are compiled and loaded as a step first runs, which a recording does not allow for, so that
+whoever records runs one step before. Where the same has been recorded in this process, it need not.
+
 Left out: replaying a decoding step in a later rollout, several of them at a time on a card.
 """
 import functools
@@ -18,11 +21,20 @@ import torch
 
 RECORDED = {}  # card -> the last graph there, whose memory the next one takes over
 LEARNERS = weakref.WeakKeyDictionary()  # model -> what fast/recorded.py holds of it
+KNOWN = set()  # kinds of steps that were recorded: their kernels are there
 
 
-def record(step, device):
-    """Record what step() launches on a card, without running it. -> function that runs it. Raises
-    OutOfMemoryError where it does not fit.
+def kind_of(model, cache, temperature, seed):
+    """All that decides which kernels a decoding step takes, and how they are compiled: a model, its
+    type, the shapes of its cache, and whether the seed is one of Triton's small integers."""
+    shapes = [x.shape for x in (cache.until, cache.response_k, *cache.prompt_k)]
+    return (weakref.ref(model), model.device, model.dtype, model.vocab_used,
+            len(model.absent), cache.eviction, temperature > 0, seed < 2**31, *shapes)
+
+
+def record(step, device, kind=None):
+    """Record what step() launches on a card, without running it. -> function that runs it. kind:
+    from now on KNOWN. Raises OutOfMemoryError where it does not fit.
 
     torch.cuda.graph would first give the card back all memory that torch holds without use. Of
     SmolLM2-135M's training step on an H200 a fifth went into giving it back and getting it again,
@@ -41,6 +53,7 @@ def record(step, device):
                 learner.drop()
             torch.cuda.empty_cache()
             graph = capture(step)  # not kept: others need its memory soon
+    KNOWN.add(kind)
     return graph.replay
 
 

@@ -68,6 +68,7 @@ def compress(cache, which, layer, q, k, v):
     prompts = dict(EDGES=cache.edges[which.start:], NKV=nkv, budget=budget)
     sizes = dict(HEAD_DIM=hs, HEAD_DIM_PADDED=max(16, triton.next_power_of_2(hs)))
     prompt_k, prompt_v = cache.prompt_k[layer][which], cache.prompt_v[layer][which]
+    step = min(CHOICE, triton.next_power_of_2(longest))
     with torch.cuda.device_of(k):  # Triton launches on the current card
         # votes, and scores after pooling
         votes = torch.empty(2, n, nkv, longest, device=k.device, dtype=torch.float32)
@@ -77,8 +78,8 @@ def compress(cache, which, layer, q, k, v):
             VOTES=votes[0], SCORES=votes[1], KEPT=kept,
             FINITE=cache.finite.view(torch.uint8), longest=longest, slots=most,
             sinks=eviction.sinks, W=eviction.window, POOL=eviction.pool,
-            MEAN=eviction.pool_by == "mean", **prompts,
-            BLOCK=min(CHOICE, triton.next_power_of_2(longest)))
+            MEAN=eviction.pool_by == "mean", BLOCK=step,
+            num_warps=4 if step <= 1024 else 8, **prompts)
         copy_kernel[n * nkv, triton.cdiv(most, BLOCK)](
             K=k, V=v, KEPT=kept, PROMPT_K=prompt_k, PROMPT_V=prompt_v,
             k_row=k.stride(0), v_row=v.stride(0), slots=most, room=prompt_k.shape[2],
@@ -215,7 +216,7 @@ def choose_kernel(VOTES, SCORES, EDGES, KEPT, FINITE, longest, slots, budget, si
                   NKV: tl.constexpr, BLOCK: tl.constexpr):
     # program of a (prompt, KV head). VOTES, SCORES (n, nkv, longest), KEPT (n, nkv, slots)
     owner = tl.program_id(0)
-    _, n = place(EDGES, owner // NKV)
+    start, n = place(EDGES, owner // NKV)
     KEPT += owner.to(tl.int64) * slots
     lane = tl.arange(0, BLOCK)
     if n <= budget:
@@ -246,7 +247,7 @@ def choose_kernel(VOTES, SCORES, EDGES, KEPT, FINITE, longest, slots, budget, si
         tl.debug_barrier()  # they are read by other threads
         least = 0  # the largest number that `budget` scores reach
         step = 1 << 30
-        for _ in range(31):
+        for _bit in range(31):
             count = 0
             for first in range(0, n, BLOCK):
                 reach = bits(SCORES, first + lane, n) >= least + step

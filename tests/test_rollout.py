@@ -10,7 +10,7 @@ import rollout as rollout_file
 from conftest import EVICTION, SMALL, STOP, gap, largest_tensor, prompts, toy
 from fast import record
 from grpo import replay
-from kvcache import Eviction
+from kvcache import Eviction, KVCache
 from rollout import draw_token, generate
 from support.memory import release
 
@@ -490,3 +490,44 @@ def test_recordings_leave_memory_where_it_is(grant):
     assert [given_back() for _ in range(3)] == [0] * 3 and torch.cuda.memory_reserved() == held
     grant(2**24)
     assert given_back() > 0 and torch.cuda.memory_reserved() < held
+
+
+def test_the_kind_of_a_step():
+    """Whatever decides which kernels a step takes makes another kind; what does not, does not."""
+    net, eviction = toy(), EVICTION
+
+    def kind(*lengths, net=net, group=2, R=9, temperature=1.0, seed=0, eviction=eviction):
+        cache = KVCache(net.config, lengths, group, max_new_tokens=R, eviction=eviction)
+        return record.kind_of(net, cache, temperature, seed)
+
+    one = kind(40, 61)
+    assert one == kind(80, 90, seed=7, temperature=0.5) and len({one, kind(40, 61)}) == 1
+    other_net = toy()
+    fewer = toy()
+    fewer.use_tokens(40)
+    half = toy(dtype=torch.bfloat16)
+    others = [kind(40, 20), kind(20, 20), kind(40, 61, 61), kind(40, 61, group=3),
+              kind(40, 61, R=8), kind(40, 61, temperature=0.0), kind(40, 61, seed=2**40),
+              kind(40, 61, eviction=replace(eviction, response_budget=10)),
+              kind(40, 61, net=other_net), kind(40, 61, net=fewer), kind(40, 61, net=half)]
+    assert one not in others[1:] and len(set(others[1:])) == len(others) - 1
+    assert others[0] == one  # of 40 and 20 tokens the longer decides
+
+
+@needs_gpu
+def test_a_later_rollout_records_its_first_step(monkeypatch):
+    """It draws the same, and its step is launched one time less; another kind begins anew."""
+    net, calls = toy().to("cuda"), []
+    forward = type(net).forward
+    monkeypatch.setattr(type(net), "forward",
+                        lambda *args, **kwargs: calls.append(1) or forward(*args, **kwargs))
+
+    def sample(*lengths):
+        calls.clear()
+        r = generate(net, prompts(*lengths), 2, 9, eviction=EVICTION, seed=5)
+        return r.tokens.tolist(), len(calls)
+
+    first, n = sample(40, 61)
+    assert n == 3 and sample(40, 61) == (first, 2)  # prefill, step 1, its recording
+    assert sample(40, 61, 20)[1] == 3 and sample(61, 40)[1] == 2
+    assert sample(61, 40)[0] != first  # control
