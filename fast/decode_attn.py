@@ -29,7 +29,7 @@ import math
 import torch
 
 from fast.head import matmul32
-from fast.launch import jit, kernels, tl, triton
+from fast.launch import early, jit, kernels, tl, triton, wait
 
 
 def formula(q, k, v, prompt_k, prompt_v, n_kept, response_k, response_v, t):
@@ -247,9 +247,11 @@ def pieces_kernel(Q, NEW_K, NEW_V, PROMPT_K, PROMPT_V, N_KEPT, RESPONSE_K, RESPO
                   size_prompt, size_response, scale,
                   NH: tl.constexpr, NKV: tl.constexpr, HEAD_DIM: tl.constexpr,
                   HEAD_DIM_PADDED: tl.constexpr, M_PROMPT: tl.constexpr,
-                  M_RESPONSE: tl.constexpr, BLOCK: tl.constexpr):
+                  M_RESPONSE: tl.constexpr, BLOCK: tl.constexpr,
+                  EARLY: tl.constexpr = False):
     # both kinds in one launch: the first n_prompt programs have pieces of prompts, the
     # others of responses
+    wait(EARLY)
     pid = tl.program_id(0)
     pieces = splits_prompt + splits_response
     if pid < n_prompt:
@@ -266,8 +268,9 @@ def pieces_kernel(Q, NEW_K, NEW_V, PROMPT_K, PROMPT_V, N_KEPT, RESPONSE_K, RESPO
 @jit("pieces")
 def sum_kernel(ACC, ML, OUT, pieces,
                HEAD_DIM: tl.constexpr, HEAD_DIM_PADDED: tl.constexpr,
-               PIECES: tl.constexpr):
+               PIECES: tl.constexpr, EARLY: tl.constexpr = False):
     # one program per (sample, head); a piece without keys has maximum -inf and sum 0
+    wait(EARLY)
     at = tl.program_id(0).to(tl.int64)
     c = tl.arange(0, HEAD_DIM_PADDED)
     piece = tl.arange(0, PIECES)
@@ -321,9 +324,9 @@ def decode_attention_triton(q, k, v, prompt_k, prompt_v, n_kept, response_k, res
             size_prompt=size_prompt, size_response=SPLIT,
             scale=scale * math.log2(math.e),
             NH=nh, NKV=nkv, HEAD_DIM=hs, HEAD_DIM_PADDED=width,
-            M_PROMPT=M, M_RESPONSE=max(16, power(nh // nkv)), BLOCK=block)
+            M_PROMPT=M, M_RESPONSE=max(16, power(nh // nkv)), BLOCK=block, **early(q))
         sum_kernel[S * nh,](
             ACC=acc, ML=ml, OUT=out, pieces=pieces,
             HEAD_DIM=hs, HEAD_DIM_PADDED=width, PIECES=power(pieces),
-            num_warps=1 if pieces <= 8 else 4)
+            num_warps=1 if pieces <= 8 else 4, **early(q))
     return out

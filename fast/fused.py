@@ -22,7 +22,7 @@ Left out: LayerNorm, GELU, residual adds (see fast/residual.py).
 """
 import torch
 
-from fast.launch import jit, kernels, tl, triton, widen
+from fast.launch import early, jit, kernels, tl, triton, wait, widen
 
 PROGRAMS = 1024        # partial sums of an RMSNorm weight's gradient
 SWIGLU_COLUMNS = 1024  # columns of a SwiGLU program
@@ -86,14 +86,15 @@ def launch_norm(x, weight, eps):
     r = torch.empty(N, device=x.device, dtype=torch.float32)
     rows, columns = blocks(C, N)
     norm_kernel[triton.cdiv(N, rows),](
-        x, weight, y, r, N, eps, C=C, ROWS=rows, COLUMNS=columns)
+        x, weight, y, r, N, eps, C=C, ROWS=rows, COLUMNS=columns, **early(x))
     return y, r
 
 
 @jit("N")
-def norm_kernel(X, W, Y, R, N, eps,
-                C: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+def norm_kernel(X, W, Y, R, N, eps, C: tl.constexpr, ROWS: tl.constexpr,
+                COLUMNS: tl.constexpr, EARLY: tl.constexpr = False):
     # X, Y (N, C); R (N,) fp32 1 / sqrt(mean(x^2) + eps)
+    wait(EARLY)
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     c = tl.arange(0, COLUMNS)
     inside = (row < N)[:, None] & (c < C)[None, :]
@@ -182,7 +183,7 @@ def launch_rotate(q, k, q_out, k_out, cos, sin, back):
         q, k, q_out, k_out, cos, sin, *strides,
         NH=nh, NKV=nkv, HALF=hs // 2, BACK=back,
         NHP=triton.next_power_of_2(nh), NKVP=triton.next_power_of_2(nkv),
-        D=triton.next_power_of_2(hs // 2), num_warps=2)
+        D=triton.next_power_of_2(hs // 2), num_warps=2, **early(q))
 
 
 @jit()
@@ -190,8 +191,9 @@ def rotate_kernel(Q, K, QY, KY, COS, SIN,
                   q_row, q_head, k_row, k_head, qy_row, qy_head, ky_row, ky_head,
                   NH: tl.constexpr, NKV: tl.constexpr, HALF: tl.constexpr,
                   BACK: tl.constexpr, NHP: tl.constexpr, NKVP: tl.constexpr,
-                  D: tl.constexpr):
+                  D: tl.constexpr, EARLY: tl.constexpr = False):
     # one program per row, all heads; BACK: the inverse rotation, which is the gradient's
+    wait(EARLY)
     row = tl.program_id(0).to(tl.int64)
     d = tl.arange(0, D)
     cos = tl.load(COS + row * HALF + d, mask=d < HALF, other=0.0)[None, :]  # (1, D)
@@ -250,12 +252,14 @@ class Swiglu(torch.autograd.Function):
 def launch_swiglu(x, out, dy, back):
     N, M = len(x), x.shape[1] // 2
     swiglu_kernel[N, triton.cdiv(M, SWIGLU_COLUMNS)](
-        x, out, dy, M, BACK=back, BLOCK=SWIGLU_COLUMNS)
+        x, out, dy, M, BACK=back, BLOCK=SWIGLU_COLUMNS, **early(x))
 
 
 @jit()
-def swiglu_kernel(X, Y, DY, M, BACK: tl.constexpr, BLOCK: tl.constexpr):
+def swiglu_kernel(X, Y, DY, M, BACK: tl.constexpr, BLOCK: tl.constexpr,
+                  EARLY: tl.constexpr = False):
     # forward: X (N, 2 M) -> Y (N, M). BACK: X, DY (N, M) -> gradient of X, into Y (N, 2 M)
+    wait(EARLY)
     row = tl.program_id(0).to(tl.int64)
     c = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = c < M

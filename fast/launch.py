@@ -5,8 +5,14 @@ The idea. A file of kernels should import wherever PyTorch does: without Triton 
 Windows) its kernels stay undecorated and nobody calls them. Whether they compute a tensor
 is asked in one place, `kernels(x)`; where it says no, the formula in PyTorch runs.
 
+On Hopper and later a small kernel may be launched `early`, while the one before it still runs
+(programmatic dependent launch): its programs take their places and wait there, in `wait`, for the
+end of all that was launched before. So the next one begins at once.
+
 Left out: other accelerators than CUDA, tables of tuned block sizes.
+References: docs.nvidia.com/cuda/cuda-c-programming-guide, programmatic dependent launch.
 """
+import functools
 from types import SimpleNamespace
 
 import torch
@@ -44,6 +50,30 @@ def probe():
 def interpreted():
     """Whether Triton's CPU interpreter runs the kernels: TRITON_INTERPRET=1 at the import."""
     return triton is not None and not isinstance(probe, triton.runtime.JITFunction)
+
+
+def early(x):
+    """Arguments of a launch, for tensors where x is: the kernel starts early if the card can do so.
+    It must call wait(EARLY) before it reads or writes anything."""
+    if x.is_cuda and starts_early(x.get_device()):
+        return dict(EARLY=True, launch_pdl=True)
+    return {}
+
+
+@functools.cache
+def starts_early(card):
+    """Whether kernels can be launched before the last one has ended, compute capability 9.0."""
+    if interpreted() or torch.version.hip:
+        return False
+    return torch.cuda.get_device_capability(card) >= (9, 0)
+
+
+@jit()
+def wait(EARLY: tl.constexpr):
+    # first let the next kernel take its places, as it waits too, then wait for the last one
+    if EARLY:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
 
 
 def kernels(x):

@@ -15,7 +15,7 @@ Left out: top-p and top-k (they cut the support and bias every ratio).
 """
 import torch
 
-from fast.launch import jit, tl, triton
+from fast.launch import early, jit, tl, triton, wait
 
 # logits that a program reads at once, four times per step: Philox makes four words
 BLOCK = 1024
@@ -39,10 +39,10 @@ def sample_triton(logits, temperature, seed, t, first=0):
         part_kernel[S, parts](
             X=logits, FOUND=found, WHERE=where, T=t,
             seed=seed, first=first, V=V, size=size, scale=1 / (temperature or 1.0),
-            GREEDY=not temperature, BLOCK=BLOCK)
+            GREEDY=not temperature, BLOCK=BLOCK, **early(logits))
         join_kernel[S,](
             FOUND=found, WHERE=where, TOKEN=token, LOGP=logp, parts=parts,
-            PARTS=PARTS, num_warps=1)
+            PARTS=PARTS, num_warps=1, **early(logits))
     return token, logp
 
 
@@ -77,9 +77,10 @@ def consider(x, c, r, m_i, l_i, best, at, x_best, GREEDY: tl.constexpr):
 
 @jit("seed", "first")
 def part_kernel(X, FOUND, WHERE, T, seed, first, V, size, scale,
-                GREEDY: tl.constexpr, BLOCK: tl.constexpr):
+                GREEDY: tl.constexpr, BLOCK: tl.constexpr, EARLY: tl.constexpr = False):
     # one program per row and part of X (S, V); every lane keeps its own running numbers,
     # joined at the end. Word i that Philox makes for column c serves column c + i * BLOCK
+    wait(EARLY)
     row, part, lane = tl.program_id(0), tl.program_id(1), tl.arange(0, BLOCK)
     X += row.to(tl.int64) * V
     step = tl.load(T).to(tl.int32)
@@ -108,8 +109,10 @@ def part_kernel(X, FOUND, WHERE, T, seed, first, V, size, scale,
 
 
 @jit("parts")
-def join_kernel(FOUND, WHERE, TOKEN, LOGP, parts, PARTS: tl.constexpr):
+def join_kernel(FOUND, WHERE, TOKEN, LOGP, parts, PARTS: tl.constexpr,
+                EARLY: tl.constexpr = False):
     # one program per row
+    wait(EARLY)
     row, part = tl.program_id(0), tl.arange(0, PARTS)
     real, i = part < parts, row * parts + part
     m = tl.load(FOUND + i * 4, mask=real, other=-3e38)          # (PARTS,)

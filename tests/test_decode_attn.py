@@ -10,7 +10,7 @@ import torch
 from conftest import CUDA, DEVICE, beside_interpreter, kernel
 from experiments.attention import decoding as example
 from experiments.attention import error
-from fast import decode_attn
+from fast import decode_attn, fused, launch
 from fast.decode_attn import decode_attention, formula
 
 KERNELS = "(triton or kernel) and not interpreter"  # tests that run in the interpreter
@@ -164,6 +164,43 @@ def test_one_graph_serves_every_step():
         assert previous is None or not torch.equal(out, previous)
         previous = want
     assert torch.equal(rk, rk2) and torch.equal(rv, rv2)
+
+
+@pytest.mark.skipif(not CUDA, reason="needs a GPU")
+def test_early_launches_change_nothing(monkeypatch):
+    """In a graph of steps that feed each other, kernels launched early give the bits of others."""
+    if not launch.starts_early(0):
+        pytest.skip("needs compute capability 9.0")
+    torch.manual_seed(0)
+    shape = 2, 4, 6, 2, 64, 300, 400, 0
+    q, k, v, *fixed, rk, rv, t = finite_example(*shape, dtype=torch.bfloat16)
+    weight = torch.rand(64, device="cuda", dtype=torch.bfloat16)
+    angle = torch.rand(8, 32, device="cuda")
+
+    def run():
+        a, b, c, at = q.clone(), rk.clone(), rv.clone(), t.clone()
+
+        def step():
+            with torch.no_grad():
+                fused.rotate(a, k.clone(), angle.cos(), angle.sin())
+                out = decode_attention(a, k, v, *fixed, response_k=b, response_v=c, t=at)
+                a.copy_(fused.rms_norm(out, weight, 1e-6))
+            at.add_(1)
+
+        step()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            step()
+        for _ in range(300):
+            graph.replay()
+        return a
+
+    quick = run()
+    assert torch.equal(run(), quick) and launch.early(q)
+    monkeypatch.setattr(launch, "starts_early", lambda card: False)
+    assert torch.equal(run(), quick) and not launch.early(q)
+    weight *= 1.01
+    assert not torch.equal(run(), quick)  # control
 
 
 @beside_interpreter
