@@ -239,7 +239,7 @@ def choose_kernel(VOTES, SCORES, EDGES, KEPT, FINITE, longest, slots, budget, si
                             other=0.0)
                 score = score + x if MEAN else tl.maximum(score, x)
             if MEAN:
-                score = score / POOL
+                score = tl.div_rn(score, tl.full((BLOCK,), POOL, tl.float32))
             # as kvcache.keep: no number counts as 0; sinks and window stay
             score = tl.where(score == score, tl.minimum(score, 3e38), 0.0)
             score = tl.where((keys < sinks) | (keys >= n - W), float("inf"), score)
