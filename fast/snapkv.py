@@ -58,7 +58,7 @@ def edges(lengths, device):
 def compress(cache, which, layer, q, k, v):
     """Replaces what KVCache.write_pack does for SnapKV: prompts `which`, a slice, at one layer. q
     (N, nh, hs), k, v (N, nkv, hs). Raises ValueError unless their heads follow each other."""
-    (_, nkv, hs), eviction = k.shape, cache.eviction
+    (N, nkv, hs), eviction = k.shape, cache.eviction
     if any(x.stride()[1:] != (hs, 1) for x in (q, k, v)):
         raise ValueError("heads of q, k and v must follow each other")
     lengths, slots = cache.lengths[which], cache.slots[layer][which]
@@ -71,12 +71,13 @@ def compress(cache, which, layer, q, k, v):
     step = min(CHOICE, triton.next_power_of_2(longest))
     with torch.cuda.device_of(k):  # Triton launches on the current card
         # votes, and scores after pooling
-        votes = torch.empty(2, n, nkv, longest, device=k.device, dtype=torch.float32)
+        votes = torch.empty(2, nkv, N, device=k.device, dtype=torch.float32)
         if longest > budget:
-            count_votes(votes[0], q, k=k, window=eviction.window, **prompts, **sizes)
+            count_votes(votes[0], lengths, q, k=k, window=eviction.window, **prompts,
+                        **sizes)
         choose_kernel[n * nkv,](
             VOTES=votes[0], SCORES=votes[1], KEPT=kept,
-            FINITE=cache.finite.view(torch.uint8), longest=longest, slots=most,
+            FINITE=cache.finite.view(torch.uint8), N=N, slots=most,
             sinks=eviction.sinks, W=eviction.window, POOL=eviction.pool,
             MEAN=eviction.pool_by == "mean", BLOCK=step,
             num_warps=4 if step <= 1024 else 8, **prompts)
@@ -92,9 +93,10 @@ def compress(cache, which, layer, q, k, v):
         first = last
 
 
-def count_votes(votes, q, k, EDGES, NKV, budget, window, HEAD_DIM, HEAD_DIM_PADDED):
-    """votes (n, nkv, longest) fp32: those of the keys before each window are filled."""
-    (n, _, longest), nh = votes.shape, q.shape[1]
+def count_votes(votes, lengths, q, k, EDGES, NKV, budget, window, HEAD_DIM,
+                HEAD_DIM_PADDED):
+    """votes (nkv, N) fp32: those of the keys before each window are filled."""
+    n, longest, (N, nh, _) = len(lengths), max(lengths), q.shape
     rows = 32 if window > 16 else 16  # queries of one step
     size = max(SPLIT, BLOCK * triton.cdiv(longest, BLOCK * SPLITS))
     splits = triton.cdiv(longest, size)
@@ -106,7 +108,7 @@ def count_votes(votes, q, k, EDGES, NKV, budget, window, HEAD_DIM, HEAD_DIM_PADD
     programs = n * nh * triton.cdiv(window, rows) * splits
     sums_kernel[programs,](size=size, **same)
     votes_kernel[n * NKV, triton.cdiv(longest, BLOCK)](
-        VOTES=votes, longest=longest, SPLITS=triton.next_power_of_2(splits), **same)
+        VOTES=votes, N=N, SPLITS=triton.next_power_of_2(splits), **same)
 
 
 # The kernels. Upper case: pointers and compile-time constants; lower case: values. A prompt of no
@@ -166,13 +168,13 @@ def sums_kernel(Q, K, EDGES, SUMS, q_row, k_row, splits, size, budget, scale,
     tl.store(SUMS + W, l_i, mask=row < W)
 
 
-@jit("splits", "budget", "longest", unaligned=("EDGES", "VOTES"))
-def votes_kernel(Q, K, EDGES, SUMS, VOTES, q_row, k_row, splits, budget, longest, scale,
+@jit("splits", "budget", "N", unaligned=("EDGES",))
+def votes_kernel(Q, K, EDGES, SUMS, VOTES, q_row, k_row, splits, budget, N, scale,
                  NKV: tl.constexpr, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr,
                  HEAD_DIM_PADDED: tl.constexpr, W: tl.constexpr, ROWS: tl.constexpr,
                  BLOCK: tl.constexpr, SPLITS: tl.constexpr):
     # program of a (prompt and KV head, block of keys). Keys before the window are seen by
-    # all its queries
+    # all its queries. VOTES (NKV, N)
     PARTS: tl.constexpr = (W + ROWS - 1) // ROWS
     owner = tl.program_id(0)
     kv_head = owner % NKV
@@ -200,7 +202,8 @@ def votes_kernel(Q, K, EDGES, SUMS, VOTES, q_row, k_row, splits, budget, longest
         x = tl.dot(q, tl.trans(k), input_precision="ieee") * scale  # (ROWS, BLOCK)
         p = tl.exp(x - top[:, None]) / total[:, None]
         votes += tl.sum(tl.where(real[:, None], p, 0.0), 0)
-    tl.store(VOTES + owner.to(tl.int64) * longest + keys, votes / GROUP, mask=inside)
+    VOTES += kv_head.to(tl.int64) * N + start
+    tl.store(VOTES + keys, votes / GROUP, mask=inside)
 
 
 @jit()
@@ -210,11 +213,11 @@ def bits(SCORES, keys, n):
     return tl.where(keys < n, score.to(tl.int32, bitcast=True), -1)
 
 
-@jit("longest", "slots", "budget", "sinks", unaligned=("EDGES", "SCORES"))
-def choose_kernel(VOTES, SCORES, EDGES, KEPT, FINITE, longest, slots, budget, sinks,
+@jit("N", "slots", "budget", "sinks", unaligned=("EDGES", "SCORES"))
+def choose_kernel(VOTES, SCORES, EDGES, KEPT, FINITE, N, slots, budget, sinks,
                   W: tl.constexpr, POOL: tl.constexpr, MEAN: tl.constexpr,
                   NKV: tl.constexpr, BLOCK: tl.constexpr):
-    # program of a (prompt, KV head). VOTES, SCORES (n, nkv, longest), KEPT (n, nkv, slots)
+    # program of a (prompt, KV head). VOTES, SCORES (NKV, N), KEPT (n, NKV, slots)
     owner = tl.program_id(0)
     start, n = place(EDGES, owner // NKV)
     KEPT += owner.to(tl.int64) * slots
@@ -224,8 +227,8 @@ def choose_kernel(VOTES, SCORES, EDGES, KEPT, FINITE, longest, slots, budget, si
             keys = first + lane
             tl.store(KEPT + keys, keys.to(tl.int64), mask=keys < n)
     else:
-        VOTES += owner.to(tl.int64) * longest
-        SCORES += owner.to(tl.int64) * longest
+        VOTES += (owner % NKV).to(tl.int64) * N + start
+        SCORES += (owner % NKV).to(tl.int64) * N + start
         for first in range(0, n, BLOCK):  # pool
             keys = first + lane
             inside = keys < n - W
@@ -276,7 +279,7 @@ def copy_kernel(K, V, EDGES, KEPT, PROMPT_K, PROMPT_V, k_row, v_row,
                 slots, room, budget, NKV: tl.constexpr, HEAD_DIM: tl.constexpr,
                 HEAD_DIM_PADDED: tl.constexpr, BLOCK: tl.constexpr):
     # program of a (prompt and KV head, block of slots). PROMPT_K, PROMPT_V
-    # (n, nkv, room, HEAD_DIM), KEPT (n, nkv, slots)
+    # (n, NKV, room, HEAD_DIM), KEPT (n, NKV, slots)
     owner = tl.program_id(0)
     head = owner % NKV
     start, n = place(EDGES, owner // NKV)
