@@ -3,7 +3,7 @@ How fast this code is and how much memory it takes, beside what a user would oth
 card it stands on.
 
     python -m experiments.bench attn     # the kernel: FlashAttention-2, cuDNN, FlexAttention, SDPA
-    python -m experiments.bench decode   # sampling: transformers' generate, dynamic, static cache
+    python -m experiments.bench decode   # sampling: transformers, dynamic, static, paged cache
     python -m experiments.bench learner  # a group forward and backward: transformers, checkpointing
     python -m experiments.bench step     # a whole training step: TRL's GRPOTrainer
     python -m experiments.bench lora     # the same with LoRA: all weights, TRL with peft
@@ -31,6 +31,7 @@ hs; N rows of a packed group, T of an unpacked sequence, V token ids.
 """
 import functools
 import json
+import logging
 import os
 import random
 import statistics
@@ -398,17 +399,18 @@ def packed_rivals(until, nh):
     own mask, so making it counts."""
     group, N = nh // len(until), until.shape[1]
     row = torch.arange(N, device=DEVICE)
-    attention = flex.flex_attention
+    attention, compiled = flex.flex_attention, flex.create_block_mask
     if CUDA:
         attention = torch.compile(attention, dynamic=False)
+        # so it calls torch's sort: its own took Triton minutes to compile
+        options = {"triton.persistent_reductions": False}
+        compiled = torch.compile(compiled, options=options)
 
     def rule(b, h, i, j):
         return (j <= i) & (i < until[h // group, j])
 
-    def block_mask():
-        # eager: compiled, as its documentation recommends, it did not get past Triton 3.6
-        # in three minutes at these sizes
-        return flex.create_block_mask(rule, B=1, H=nh, Q_LEN=N, KV_LEN=N, device=DEVICE)
+    def block_mask(make=flex.create_block_mask):
+        return make(rule, B=1, H=nh, Q_LEN=N, KV_LEN=N, device=DEVICE)
 
     made = block_mask()
 
@@ -417,6 +419,14 @@ def packed_rivals(until, nh):
 
     def mask_included(q, k, v):
         return attention(q, k, v, block_mask=block_mask(), enable_gqa=True)
+
+    def mask_compiled(q, k, v):
+        return attention(q, k, v, block_mask=block_mask(compiled), enable_gqa=True)
+
+    def flash(q, k, v):
+        import flash_attn.cute  # noqa: F401  its absence is the reason that the row gives
+        return attention(q, k, v, block_mask=made, enable_gqa=True,
+                         kernel_options=dict(BACKEND="FLASH"))
 
     def matrix(q, k, v):
         # the memory-efficient backend knows no groups of heads: keys, values and mask are
@@ -429,6 +439,8 @@ def packed_rivals(until, nh):
 
     return {"FlexAttention, mask made before": mask_before,
             "FlexAttention, mask included": mask_included,
+            "FlexAttention, mask compiled": mask_compiled,
+            "FlexAttention, FLASH, mask before": flash,
             "SDPA, mask as a matrix": matrix}
 
 
@@ -504,6 +516,10 @@ def our_sampling(name, work, prompts, repeat):
 def transformers_sampling(name, work, prompts, kind, repeat):
     model, error = rival(name)
     S = work.B * work.G
+    if kind == "paged":
+        generate = functools.partial(continuous_batching, model, work, prompts)
+        row = timed_sampling(generate, name, work, S * work.P, repeat=repeat)
+        return dict(row, error=error)
     ids = torch.tensor(prompts, device=DEVICE).repeat_interleave(work.G, 0)  # (S, P)
     cache = {"dynamic": {}, "static": dict(cache_implementation="static")}[kind]
 
@@ -518,6 +534,29 @@ def transformers_sampling(name, work, prompts, kind, repeat):
 
     row = timed_sampling(generate, name, work, prompt_keys=S * work.P, repeat=repeat)
     return dict(row, error=error)
+
+
+def continuous_batching(model, work, prompts, n):
+    """Sample n tokens with transformers' scheduler and its paged cache, which reads a prompt once
+    for all its samples."""
+    from transformers.generation import ContinuousBatchingConfig, GenerationConfig
+    # on a CPU it asks for psutil each time
+    level = logging.ERROR if CUDA else logging.CRITICAL
+    logging.getLogger("ContinuousBatchingLogger").setLevel(level)
+    S = work.B * work.G
+    blocks = S * (1 + -(-(work.P + work.R) // 256))  # of 256 keys, enough for all at once
+    out = model.generate_batch(
+        prompts, progress_bar=False,
+        generation_config=GenerationConfig(
+            do_sample=True, top_k=0, temperature=1.0, max_new_tokens=n, pad_token_id=0,
+            num_return_sequences=work.G, eos_token_id=-1),
+        continuous_batching_config=ContinuousBatchingConfig(
+            num_blocks=blocks, max_batch_tokens=max(256, min(8192, work.B * work.P))))
+    made = [len(one.generated_tokens) for one in out.values()]
+    # some versions hand back the first sample of a prompt alone
+    if set(made) != {n} or len(made) not in (work.B, S):
+        raise RuntimeError(f"transformers made responses of {made} tokens, "
+                           f"{S} of {n} were asked for")
 
 
 # learner
@@ -633,15 +672,19 @@ def timed_steps(steps):
     return f"median of {steps} after the warm-up, wall clock"
 
 
-def step(report, name, work, steps, checkpointing):
-    """A whole training step: sample, reward at random, update."""
+def step(report, name, work, steps, checkpointing, rivals):
+    """A whole training step: sample, reward at random, update. rivals: ways of TRL"""
     report.table("one training step", "ms ratio rollout_s learn_s peak_gb first_s",
                  model=name, **work.facts, our_checkpointing=checkpointing,
                  TRL_checkpointing=True, timed=timed_steps(steps))
     report.add("ours",
                attempt(our_step, name, work, steps, checkpointing=checkpointing))
-    for dtype, what in (("float32", "its default"), ("bfloat16", "no fp32 masters")):
-        report.add(f"TRL, {dtype} ({what})", attempt(trl_row, name, work, steps, dtype))
+    for what, settings in rivals.items():
+        row = attempt(trl_row, name, work, steps, **settings)
+        report.add(f"TRL, {what}", row)
+        if "learn_s" in row:  # no faster sampler could make it less
+            alone = row["learn_s"]
+            report.add("  were its sampling free", dict(ms=1e3 * alone, learn_s=alone))
 
 
 def lora(report, name, work, steps, rank):
@@ -652,7 +695,7 @@ def lora(report, name, work, steps, rank):
     mine = functools.partial(our_step, name, work, steps, checkpointing=True)
     report.add("ours, LoRA", attempt(mine, lora_rank=rank))
     report.add("TRL with peft, bfloat16",
-              attempt(trl_row, name, work, steps, "bfloat16", rank=rank))
+              attempt(trl_row, name, work, steps, dtype="bfloat16", rank=rank))
     report.add("ours, all weights", attempt(mine))
 
 
@@ -752,10 +795,10 @@ def now():
     return time.perf_counter()
 
 
-def trl_row(name, work, steps, dtype, rank=0):
+def trl_row(name, work, steps, dtype, rank=0, paged=False):
     try:
         return trl_step(raw_config(name), work, steps + 1, dtype,
-                        peft=peft_config(rank))
+                        peft=peft_config(rank), paged=paged)
     except ImportError as e:
         return dict(note=f"pip install trl, for LoRA also peft: {e}")
 
@@ -770,15 +813,15 @@ def peft_config(rank):
                       task_type="CAUSAL_LM")
 
 
-def trl_step(raw, work, steps, dtype, peft=None):
+def trl_step(raw, work, steps, dtype, peft=None, paged=False):
     """TRL's GRPOTrainer on random weights and random prompts: `steps` times one generation and one
     optimizer update, the first of which warms up. -> row, with versions
 
     raw: a config.json as dict; prompts have exactly P tokens, samples exactly R new ones. dtype: of
     the parameters; "float32" is what GRPOTrainer loads by default, computing in bf16 autocast on
     CUDA. It keeps no masters: "bfloat16" also makes the optimizer's state bf16. peft: a LoraConfig,
-    then only its matrices are trained. Raises ImportError without trl, RuntimeError if TRL did
-    other work."""
+    then only its matrices are trained. paged: sample by transformers' continuous batching. Raises
+    ImportError without trl, RuntimeError if TRL did other work."""
     import datasets
     import transformers
     import trl
@@ -793,14 +836,16 @@ def trl_step(raw, work, steps, dtype, peft=None):
     with torch.device(DEVICE):
         model = transformers.AutoModelForCausalLM.from_config(
             config, dtype=getattr(torch, dtype))
-    seconds, rollout_s = [], time_calls(model)
+    sampler_name = "generate_batch" if paged else "generate"
+    seconds, rollout_s = [], time_calls(model, sampler_name)
 
     def reward(completion_ids, **_):
         return [draw.random() for _ in completion_ids]
 
     with tempfile.TemporaryDirectory() as out_dir:
         trainer = trl.GRPOTrainer(
-            model, reward, trl_config(trl, out_dir, work, steps), peft_config=peft,
+            model, reward, trl_config(trl, out_dir, work, steps, paged=paged),
+            peft_config=peft,
             train_dataset=datasets.Dataset.from_dict(dict(prompt=texts)),
             processing_class=word_tokenizer(raw["vocab_size"]),
             callbacks=[step_clock(seconds)])
@@ -816,7 +861,7 @@ def trl_step(raw, work, steps, dtype, peft=None):
     # the trainer sits in reference cycles and in accelerate's registry: what comes next
     # would find the memory taken
     trainer.accelerator.free_memory()
-    del model.generate
+    delattr(model, sampler_name)
     versions = {m.__name__: m.__version__ for m in (trl, transformers, datasets, torch)}
     whole, part = statistics.median(seconds[1:]), statistics.median(rollout_s[1:])
     return dict(ms=1e3 * whole, first_s=seconds[0], rollout_s=part,
@@ -835,9 +880,10 @@ def word_tokenizer(V):
                                    pad_token="<eos>", padding_side="left")
 
 
-def time_calls(model):
-    """Time model.generate from now on. -> list that gets the seconds of each call"""
-    generate, seconds = model.generate, []
+def time_calls(model, name):
+    """Time the model's method of this name from now on. -> list that gets the seconds of each
+    call"""
+    generate, seconds = getattr(model, name), []
 
     def timed(*args, **kwargs):
         start = now()
@@ -845,7 +891,7 @@ def time_calls(model):
         seconds.append(now() - start)
         return out
 
-    model.generate = timed
+    setattr(model, name, timed)
     return seconds
 
 
@@ -866,7 +912,7 @@ def step_clock(seconds):
     return Clock()
 
 
-def trl_config(trl, out_dir, work, steps):
+def trl_config(trl, out_dir, work, steps, paged):
     """What is not named is TRL's default; some of what is named is too, because defaults change."""
     return trl.GRPOConfig(
         output_dir=out_dir, max_steps=steps, use_cpu=not CUDA, bf16=CUDA,
@@ -875,6 +921,7 @@ def trl_config(trl, out_dir, work, steps):
         steps_per_generation=work.B,  # all samples of a step in one call, one update
         num_iterations=1, beta=0.0, loss_type="dapo", temperature=1.0, top_p=1.0,
         top_k=0, min_p=None, use_vllm=False, gradient_checkpointing=True,
+        use_transformers_continuous_batching=paged,
         optim="adamw_torch_fused", max_grad_norm=1.0, learning_rate=1e-6,
         report_to="none", logging_strategy="no", save_strategy="no", disable_tqdm=True)
 
@@ -1288,17 +1335,22 @@ TINY = Work(B=2, P=64, G=2, R=6, budget=48)
 SMOLLM, SMALL, QWEN, LARGE, _ = SHAPES
 ALL = attn, decode, learner, step, lora, cards, memory, fit, evict, dtype
 PARTS = {part.__name__: part for part in ALL}
-BOTH = ("dynamic", "static")
+CACHES = ("dynamic", "static", "paged")
+TRL = {"float32 (its default)": dict(dtype="float32"),
+       "bfloat16 (no fp32 masters)": dict(dtype="bfloat16")}
+# without the package flash-attn its sampler computes all pairs of a batch's tokens and cached
+# keys: not for long prompts
+BATCHING = {"bfloat16, continuous batching": dict(dtype="bfloat16", paged=True)}
 REQUESTS = dict(  # part -> arguments of each of its tables
     attn=[dict(nh=16, nkv=8, hs=128, work=GROUP, repeat=10),
           dict(nh=14, nkv=2, hs=64, work=GROUP, repeat=10)],
     decode=[dict(name=SMOLLM, work=Work(B=8, P=2048, G=8, R=128, budget=256), repeat=3,
-                 rivals=BOTH),
+                 rivals=CACHES),
             dict(name=QWEN, work=replace(LONG, R=128), repeat=2, rivals=())],
     learner=[dict(name=QWEN, work=GROUP, repeat=3)],
     step=[dict(name=SMOLLM, work=Work(B=8, P=1024, G=8, R=64, budget=256), steps=3,
-               checkpointing=False),
-          dict(name=QWEN, work=LONG, steps=1, checkpointing=True)],
+               checkpointing=False, rivals=TRL | BATCHING),
+          dict(name=QWEN, work=LONG, steps=1, checkpointing=True, rivals=TRL)],
     lora=[dict(name=name, work=replace(LONG, B=4), steps=1, rank=16)
           for name in (QWEN, LARGE)],
     cards=[dict(name=SMALL, work=replace(LONG, P=2048, budget=512), steps=5),
@@ -1320,9 +1372,10 @@ REQUESTS = dict(  # part -> arguments of each of its tables
                 lengths=(64, 256, 512))])
 QUICK = dict(
     attn=[dict(nh=4, nkv=2, hs=16, work=replace(TINY, R=8), repeat=1)],
-    decode=[dict(name="tiny", work=TINY, repeat=1, rivals=BOTH)],
+    decode=[dict(name="tiny", work=TINY, repeat=1, rivals=CACHES)],
     learner=[dict(name="tiny", work=TINY, repeat=1)],
-    step=[dict(name="tiny", work=TINY, steps=1, checkpointing=True)],
+    step=[dict(name="tiny", work=TINY, steps=1, checkpointing=True,
+               rivals=TRL | BATCHING)],
     lora=[dict(name="tiny", work=TINY, steps=1, rank=2)],
     cards=[dict(name="tiny", work=TINY, steps=1)],
     memory=[dict(name="tiny", lengths=[40, 64], sampled=replace(TINY, R=4),

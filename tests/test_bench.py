@@ -55,7 +55,9 @@ def test_every_part_writes_its_numbers(results):
                 if "ms" in row and base:
                     assert row["ratio"] == pytest.approx(row["ms"] / base)
                     assert min(row.get("times_ms", [1])) > 0
-                if row["name"].startswith(("FlexAttention", "SDPA, mask")):
+                if "FLASH" in row["name"] and "error" not in row:
+                    assert "No module named 'flash_attn" in row["note"]  # the reason
+                elif row["name"].startswith(("FlexAttention", "SDPA, mask")):
                     assert row["error"] < 1e-5
                 if "share" in row:
                     tops = dict(matmul=r["matmul_tflops"] * 1e9, copy=r["copy_gb_s"] * 1e6)
@@ -100,7 +102,7 @@ def test_rival_is_the_same_model(monkeypatch):
 
 def test_decode_rows(results):
     r = rows(results["decode"])
-    assert len(r) == 3 and all("note" not in row for row in r.values()), r
+    assert len(r) == 4 and all("note" not in row for row in r.values()), r
     for row in r.values():
         assert row["tokens_s"] == pytest.approx(1e3 * 2 * 2 * 6 / row["ms"])
         assert row["step_ms"] == pytest.approx((row["ms"] - row["ms_few"]) / (6 - 2))
@@ -109,8 +111,29 @@ def test_decode_rows(results):
     per_key = 2 * 2 * 2 * 8 * 4
     weights = sum(p.numel() for p in bench.ours("tiny").parameters()) * 4
     assert bench.step_bytes("tiny", 2 * 48, 4, 3.5) == weights + (96 + 14) * per_key
-    dense = r["transformers, dynamic cache, dense"]
-    assert dense["work"] == weights + (256 + 14) * per_key
+    for cache in bench.CACHES:
+        dense = r[f"transformers, {cache} cache, dense"]
+        assert dense["work"] == weights + (256 + 14) * per_key
+
+
+def test_continuous_batching_makes_what_was_asked_for():
+    """Each call as many tokens as it is asked for; what makes fewer is no row but a note."""
+    model, prompts = bench.rival("tiny")[0], bench.drawn("tiny", 2, 64)
+    made, generate = [], model.generate_batch
+
+    def seen(*args, **kwargs):
+        made.append(generate(*args, **kwargs))
+        return made[-1]
+
+    model.generate_batch = seen
+    for n in (2, 6):
+        bench.continuous_batching(model, bench.TINY, prompts, n)
+    for n, out in zip((2, 6), made, strict=True):
+        assert {len(one.generated_tokens) for one in out.values()} == {n}
+    assert len({tuple(one.generated_tokens) for one in made[1].values()}) > 1
+    model.generate_batch = lambda *args, **kwargs: made[0]
+    with pytest.raises(RuntimeError, match="4 of 6 were asked for"):
+        bench.continuous_batching(model, bench.TINY, prompts, 6)
 
 
 def test_learner_computes_the_same_gradients():
@@ -163,9 +186,29 @@ def test_rivals_that_are_not_installed(results):
         import trl  # noqa: F401
     except ImportError:
         for part, name in (("step", "TRL, float32 (its default)"),
+                           ("step", "TRL, bfloat16, continuous batching"),
                            ("lora", "TRL with peft, bfloat16")):
             row = rows(results[part])[name]
             assert "pip install trl" in row["note"] and "ms" not in row
+
+
+def test_a_rival_whose_sampling_is_free(monkeypatch):
+    """Of a step that samples, its learning alone stands below, over our whole step."""
+    asked = []
+
+    def trl_row(name, work, steps, **settings):
+        asked.append(settings)
+        return dict(ms=900.0, rollout_s=0.7, learn_s=0.2)
+
+    monkeypatch.setattr(bench, "trl_row", trl_row)
+    monkeypatch.setattr(bench, "our_step", lambda *_, **__: dict(ms=400.0, learn_s=0.3))
+    report = bench.Report()
+    bench.step(report, **bench.QUICK["step"][0])
+    _, *theirs = report.tables[0]["rows"]
+    assert [row["ms"] for row in theirs] == 3 * [900.0, 200.0]
+    assert [row["ratio"] for row in theirs] == 3 * [2.25, 0.5]
+    assert asked == [dict(dtype="float32"), dict(dtype="bfloat16"),
+                     dict(dtype="bfloat16", paged=True)]
 
 
 def test_evict_rows(results):
