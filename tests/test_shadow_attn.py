@@ -19,7 +19,6 @@ import shadow_attn
 from conftest import CUDA, DEVICE, INTERPRET, ROOT, beside_interpreter, kernel, largest_tensor
 from experiments.attention import group_until
 from fast import attention as tuned
-from fast import causal
 from fast.attention import TILE_K, TILE_Q, make_plan, make_plans
 from shadow_attn import definition, shadow_attention, shadow_attention_ref, triton, visible
 
@@ -414,52 +413,6 @@ def test_triton_sorting_pays():
     assert pairs / (seen.sum() * TILE_Q * TILE_K) > 0.85
     causal = sum(-(-min(N, i + TILE_Q) // TILE_K) for i in range(0, N, TILE_Q))
     assert seen.sum() < 0.75 * causal
-
-
-# whole prompts by torch's own kernels
-
-def prompts_of(sizes, *, nh=6, nkv=2, hs=64, device="cpu", dtype=torch.float32):
-    """q, k, v of a pack, views of one matrix as in the model, and its until."""
-    torch.manual_seed(0)
-    qkv = torch.randn(sum(sizes), nh + 2 * nkv, hs, device=device).to(dtype)
-    n = torch.tensor(sizes, device=device)
-    until = n.cumsum(0).repeat_interleave(n).int().expand(nkv, -1).contiguous()
-    return *qkv.split([nh, nkv, nkv], 1), until
-
-
-def test_prompts_are_causal_sequences(monkeypatch):
-    """Written over q and nothing else; other lengths of the prompts are another mask."""
-    monkeypatch.setattr(causal, "BACKEND", causal.SDPBackend.MATH)
-    sizes = [70, 1, 129]
-    q, k, v, until = prompts_of(sizes)
-    want, before = shadow_attention_ref(q, k, v, until), [q.clone(), k.clone(), v.clone()]
-    assert not causal.serves(q, [causal.LONG])  # not on a CPU
-    got = causal.causal_attention(q, k, v, sizes)
-    assert got is q and error([got], [want]) < TOLERANCE[torch.float32]
-    assert torch.equal(k, before[1]) and torch.equal(v, before[2])
-    q.copy_(before[0])
-    assert error([causal.causal_attention(q, k, v, [1, 70, 129])], [want]) > 0.1  # control
-
-
-@gpu
-@torch.no_grad()
-def test_gpu_prompts_by_cudnn():
-    """On Hopper, in both half precisions, for long prompts alone."""
-    sizes = [causal.LONG, causal.LONG + 1]
-    for dtype, hs in product((torch.bfloat16, torch.float16), (64, 128)):
-        q, k, v, until = prompts_of(sizes, hs=hs, device="cuda", dtype=dtype)
-        if torch.cuda.get_device_capability()[0] != 9:
-            assert not causal.serves(q, sizes)
-            continue
-        assert causal.serves(q, sizes) and not causal.serves(q, [*sizes, causal.LONG - 1])
-        assert not causal.serves(q.float(), sizes)
-        with torch.enable_grad():
-            assert not causal.serves(q, sizes)
-        ours = shadow_attention(q, k, v, until)
-        want = shadow_attention_ref(q.float(), k.float(), v.float(), until)
-        got = causal.causal_attention(q.clone(), k, v, sizes)
-        assert error([got], [want.double()]) < TOLERANCE[dtype]
-        assert error([got], [want.double()]) < 1.5 * error([ours], [want.double()])
 
 
 # the front door
