@@ -111,6 +111,7 @@ lora_rank = 0            # rank of the small matrices, 4 .. 64; 0: no LoRA, all 
 lora_alpha = 32.0        # their product is scaled by lora_alpha / lora_rank
 lora_targets = "all"     # the large ones: all, qkvo, or names such as q_proj,v_proj,down_proj
 # optimizer: AdamW on fp32 masters
+moments = "float32"      # AdamW's two moments; bfloat16, rounded at random: 4 bytes a weight less
 steps = 60
 lr = 6e-4                # with LoRA about ten times that of full training
 warmup = 5               # steps of linear warm-up

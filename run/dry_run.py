@@ -96,8 +96,7 @@ def dry_run(job, settings, update):
             temperature=config.temperature, eviction=eviction_of(config))
 
     def learning(config):
-        for p in (*job.opt.params, *job.opt.masters):  # of an update that did not fit
-            p.grad = None
+        job.opt.forget()  # gradients of an update that did not fit
         rollout = rollouts[config.prompts, config.group]
         rewards = torch.arange(config.prompts * config.group, device=net.device) % 2.0
         rollout = replace(rollout, rewards=rewards.view(config.prompts, config.group))
@@ -147,6 +146,7 @@ def minutes(seconds):
 def disk(net, opt):
     """Bytes of a run's two checkpoints and two models, and of the larger once more, as it is
     written before the old one goes."""
-    checkpoint = 12 * sum(m.numel() for m in opt.masters)  # weight and two moments
+    moments = 2 * opt.optimizer.kinds[0].itemsize
+    checkpoint = (4 + moments) * sum(m.numel() for m in opt.masters)
     model = sum(p.nbytes for p in net.parameters())
     return 2 * (checkpoint + model) + max(checkpoint, model)

@@ -24,7 +24,8 @@ CHOICES = dict(
     distill_on=["all", "reward"], teacher=["other", "initial"], pool_by=list(POOL),
     correction=["none", *CORRECTIONS], ratio_to=["learner", "sampler"],
     norm=list(NORMS), dtype=["auto", "float32", "bfloat16", "float16"],
-    lr_schedule=["constant", "linear", "cosine"], tracker=["none", *TRACKERS])
+    lr_schedule=["constant", "linear", "cosine"],
+    moments=["float32", "bfloat16"], tracker=["none", *TRACKERS])
 CUTS = "the learner scores all tokens, so a sampler of some would bias every ratio"
 REFUSED = dict(top_p=CUTS, top_k=CUTS, min_p=CUTS)
 MANY = 10**9

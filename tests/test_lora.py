@@ -148,9 +148,10 @@ def test_no_gradient_that_is_not_needed(monkeypatch):
 
     monkeypatch.setattr(LoRA, "collect", staticmethod(counted))
     net = toy()
-    with_lora(net)
+    parts = with_lora(net)
     Replayed(net)(logged()).backward()
     assert there == [1] * 3 * 4 and not products  # qkv, o, gate_up, down of three layers
+    del parts  # its hooks go with it
     net = toy()
     Replayed(net)(logged()).backward()
     assert all(p.grad is not None for p in net.parameters()) and products
@@ -445,8 +446,8 @@ def test_on_a_gpu(tmp_path, dtype, bound):
 def held(net, opt, base=()):
     """Numbers of all tensors that live between two steps, each storage once."""
     tensors = [*net.parameters(), *opt.masters, *base]
-    for state in opt.optimizer.state.values():
-        tensors += state.values()
+    for pair in opt.optimizer.moments():
+        tensors += pair
     assert all(p.grad is None for p in tensors if isinstance(p, torch.nn.Parameter))
     return sum({x.data_ptr(): x.numel() for x in tensors if x.dim()}.values())
 
