@@ -192,6 +192,9 @@ class AdamW:
     def check(self, state):
         """Raise ValueError where this is no state of such weights, or of moments of another type.
         """
+        done = state.get("done", 0)  # torch's has none
+        if type(done) is not int or not 0 <= done < 2**40:
+            raise ValueError(f"its optimizer cannot have done {done!s:.50} steps")
         for i, weight in enumerate(self.weights):
             saved = state["state"].get(i, {})
             shapes = {name: x.shape for name, x in saved.items()}
@@ -218,7 +221,7 @@ class AdamW:
                     if state["state"].get(i):
                         x.copy_(state["state"][i][name].reshape(-1)[first:end])
             for (i, _, _), step in zip(chunk.pieces, chunk.steps):
-                step.fill_(state["state"].get(i, {}).get("step", 0))
+                step.fill_(float(state["state"].get(i, {}).get("step", 0)))
             parts = chunk.cut(masters)
             if chunk.split:
                 whole = torch.cat(parts).to(chunk.low.device, torch.float32)

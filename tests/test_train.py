@@ -120,7 +120,7 @@ def test_nothing_is_evicted(tmp_path, monkeypatch, capsys):
 
     def said(*ask, task=file):
         job = set_up([*FAST, "--dry_run=True", f"--task={task}", "--max_new_tokens=17", *ask],
-                     train.settings, train.OBJECTIVES)
+                     train.settings, train.OBJECTIVES, train.update)
         lengths.append(max(map(len, job.problems.get("train", range(2))[1])))
         return [line for line in capsys.readouterr().out.splitlines() if "nothing is evict" in line]
 
