@@ -27,98 +27,111 @@ bf16 weight 2010.06192.
 import torch
 from torch.optim.adamw import adamw
 
-CHUNK = 2**25  # numbers: a step takes up to 18 bytes of each beside what is held
+CHUNK = 2**26  # numbers: a step takes 7 bytes of each beside what is held, 16 of bf16 moments
 BETA1, EPS = 0.9, 1e-8
 MOMENTS = ("exp_avg", "exp_avg_sq")  # as torch calls them
 
 
-def to_bfloat16(x, rng):
-    """x (n,) fp32, which is overwritten, rounded up or down at random. -> (n,) bf16 with mean x"""
+def round_to(held, x, rng):
+    """held (n,) bf16 becomes x (n,) fp32, which is overwritten: rounded up or down at random, so
+    that the mean is x."""
     bits = x.view(torch.int32)
     bits += torch.randint(2**16, bits.shape, generator=rng, dtype=torch.int32,
                           device=x.device)
     bits >>= 16
-    return bits.to(torch.int16).view(torch.bfloat16)
+    held.view(torch.int16).copy_(bits)
 
 
 def pieces_of(weights):
     """Weights one after the other, in lists of at most CHUNK numbers of one type; a larger one is
-    cut. -> lists of (number of the weight, its first number, the end)"""
-    found, size = [], CHUNK
+    cut into lists of its own. -> lists of (number of the weight, its first number, the end)"""
+    found, size = [], CHUNK  # as if the last list were full
     for i, weight in enumerate(weights):
         n = weight.numel()
-        before = weights[i - 1].dtype if i else None
-        if weight.dtype != before or size + n > CHUNK:
+        other = i > 0 and weight.dtype != weights[i - 1].dtype
+        if n > CHUNK:
+            found += [[(i, first, min(first + CHUNK, n))]
+                      for first in range(0, n, CHUNK)]
             size = CHUNK
-        for first in range(0, n, CHUNK):
-            end = min(first + CHUNK, n)
-            if size + end - first > CHUNK:
-                found.append([])
-                size = 0
-            found[-1].append((i, first, end))
-            size += end - first
+        elif size + n > CHUNK or other:
+            found.append([(i, 0, n)])
+            size = n
+        else:
+            found[-1].append((i, 0, n))
+            size += n
     return found
 
 
 class Chunk:
-    """Some of the weights and what AdamW knows of them. pieces: see pieces_of. like: a weight.
-    kind: dtype of the moments."""
+    """Some of the weights, which stay where they are, and what AdamW knows of them.
 
-    def __init__(self, pieces, like, kind):
+    pieces: see pieces_of. kind: dtype of the moments."""
+
+    def __init__(self, pieces, weights, kind):
         self.pieces = pieces
         self.sizes = [end - first for _, first, end in pieces]
-        n, device = sum(self.sizes), like.device
+        self.weights = self.cut(weights)
+        like, n = self.weights[0], sum(self.sizes)
         self.split = like.dtype == torch.bfloat16
-        self.moments = torch.zeros(2, n, dtype=kind, device=device)
+        self.moments = torch.zeros(2, n, dtype=kind, device=like.device)
+        self.pairs = [x.split(self.sizes) for x in self.moments]
         # steps so far of each piece; AdamW corrects its bias by them
-        self.steps = list(torch.zeros(len(pieces), device=device).unbind())
+        self.steps = torch.zeros(len(pieces), device=like.device).unbind()
         if self.split:
-            self.low = torch.zeros(n, dtype=torch.int16, device=device)
-            self.ties = torch.zeros(0, dtype=torch.int64, device=device)
+            self.high = [x.view(torch.int16) for x in self.weights]
+            self.low = torch.zeros(n, dtype=torch.int16, device=like.device)
+            self.ties = torch.zeros(0, dtype=torch.int64, device=like.device)
 
     def cut(self, tensors):
-        """The pieces of these, one for each weight, (n,) each; None of None."""
-        flat = [None if x is None else x.detach().view(-1) for x in tensors]
-        return [flat[i] if flat[i] is None or end - first == len(flat[i])
-                else flat[i][first:end] for i, first, end in self.pieces]
+        """The pieces of these, one for each weight, (n,) each."""
+        return [tensors[i].detach().view(-1)[first:end]
+                for i, first, end in self.pieces]
 
-    def join(self, weights):
+    def join(self):
         """The masters of bf16 weights, made anew: (n,) fp32."""
-        high = torch.cat([x.view(torch.int16) for x in self.cut(weights)])
         bits = self.low.int()
-        bits.add_(high, alpha=2**16)
-        bits[self.ties] += 2**16
+        bits.add_(torch.cat(self.high), alpha=2**16)
+        if len(self.ties):
+            bits[self.ties] += 2**16
         return bits.view(torch.float32)
 
-    def part(self, masters, weights):
+    def part(self, masters):
         """Let the masters of bf16 weights be these (n,) fp32, which are overwritten."""
         rounded = masters.to(torch.bfloat16)
-        torch._foreach_copy_(self.cut(weights), rounded.split(self.sizes))
+        torch._foreach_copy_(self.weights, rounded.split(self.sizes))
         bits = masters.view(torch.int32)
         bits.sub_(rounded.view(torch.int16), alpha=2**16)
         self.ties = (bits == 2**15).nonzero()[:, 0]
-        bits[self.ties] -= 2**16
+        if len(self.ties):
+            bits[self.ties] -= 2**16
         self.low.copy_(bits)
 
-    def step(self, weights, sums, rng, **how):
+    def step(self, sums, rng, **how):
         """One step of those weights that have a gradient. how: see torch's adamw."""
-        grads = self.cut([x.grad for x in sums])
-        there = [i for i, grad in enumerate(grads) if grad is not None]
+        grads = [sums[i].grad for i, _, _ in self.pieces]
+        there = [k for k, grad in enumerate(grads) if grad is not None]
         if not there:
             return
-        masters = self.join(weights) if self.split else None
-        moments = self.moments if rng is None else self.moments.float()
-        params = masters.split(self.sizes) if self.split else self.cut(weights)
-        first, second = (x.split(self.sizes) for x in moments)
-        params, grads, first, second, steps = (
-            [x[i] for i in there] for x in (params, grads, first, second, self.steps))
+        grads = [grads[k].view(-1) for k in there]
+        if len(grads) == 1:  # perhaps of a weight that is cut
+            _, first, end = self.pieces[there[0]]
+            grads = [grads[0][first:end]]
+        params, pairs, moments = self.weights, self.pairs, self.moments
+        if self.split:
+            masters = self.join()
+            params = masters.split(self.sizes)
+        if rng is not None:
+            moments = self.moments.float()
+            pairs = [x.split(self.sizes) for x in moments]
+        params, first, second, steps = (
+            [x[k] for k in there] for x in (params, *pairs, self.steps))
         adamw(params, grads, exp_avgs=first, exp_avg_sqs=second, max_exp_avg_sqs=[],
               state_steps=steps, fused=True, amsgrad=False, maximize=False, **how)
         if self.split:
-            self.part(masters, weights)
+            self.part(masters)
         if rng is not None:
             for held, x in zip(self.moments, moments):
-                held.copy_(to_bfloat16(x, rng))
+                round_to(held, x, rng)
 
 
 class AdamW:
@@ -143,7 +156,7 @@ class AdamW:
         self.chunks = []
         for pieces in pieces_of(weights):
             i, _, _ = pieces[0]
-            self.chunks.append(Chunk(pieces, weights[i], self.kinds[i]))
+            self.chunks.append(Chunk(pieces, weights, self.kinds[i]))
 
     @torch.no_grad()
     def step(self, lr):
@@ -151,7 +164,7 @@ class AdamW:
             self.rng.manual_seed(2**62 + self.seed * 1_000_003 + self.done)
         self.done += 1
         for chunk in self.chunks:
-            chunk.step(self.weights, self.sums, self.rng, lr=lr, **self.how)
+            chunk.step(self.sums, self.rng, lr=lr, **self.how)
 
     def whole(self, chunks, parts):
         """parts: function of a chunk -> a tensor (n,) of each piece. -> of each weight in these
@@ -171,7 +184,7 @@ class AdamW:
         """Of each weight its master, one after the other; that of a bf16 weight is made when it is
         asked for."""
         made = self.whole([chunk for chunk in self.chunks if chunk.split],
-                          lambda chunk: chunk.join(self.weights).split(chunk.sizes))
+                          lambda chunk: chunk.join().split(chunk.sizes))
         for weight in self.weights:
             yield next(made) if weight.dtype == torch.bfloat16 else weight.detach()
 
@@ -224,8 +237,9 @@ class AdamW:
                 step.fill_(float(state["state"].get(i, {}).get("step", 0)))
             parts = chunk.cut(masters)
             if chunk.split:
-                whole = torch.cat(parts).to(chunk.low.device, torch.float32)
-                chunk.part(whole, self.weights)
+                # a copy: of one piece, cat's may be the file's own
+                whole = torch.empty(len(chunk.low), device=chunk.low.device)
+                chunk.part(whole.copy_(torch.cat(parts)))
             else:
-                for weight, x in zip(chunk.cut(self.weights), parts):
+                for weight, x in zip(chunk.weights, parts):
                     weight.copy_(x)

@@ -9,7 +9,7 @@ import torch
 
 import support.adamw
 from conftest import learner, read_checkpoint, read_log, same_weights, toy, train_here
-from support.adamw import AdamW, pieces_of, to_bfloat16
+from support.adamw import AdamW, pieces_of, round_to
 from support.checkpoint import write_checkpoint
 from support.optimizer import Masters
 
@@ -48,7 +48,7 @@ def all_of(opt):
 
 # masters that are made for a step
 
-@pytest.mark.parametrize("chunk", [2**25, 8192, 1024])
+@pytest.mark.parametrize("chunk", [2**26, 8192, 1024])
 def test_it_is_adamw_on_masters_that_stay(chunk, monkeypatch):
     """torch's, bit for bit, over 50 steps: masters, both moments, and the weights, which are the
     masters rounded to nearest, ties to even. Ties that 16 bits cannot hold came up. The control
@@ -102,7 +102,7 @@ def test_pieces():
     assert of((3, half), (n - 2, half)) == [[(0, 0, 3)], [(1, 0, n - 2)]]
     assert of((3, half), (3, full)) == [[(0, 0, 3)], [(1, 0, 3)]]
     assert of((2 * n + 1, half), (5, half)) == [
-        [(0, 0, n)], [(0, n, 2 * n)], [(0, 2 * n, 2 * n + 1), (1, 0, 5)]]
+        [(0, 0, n)], [(0, n, 2 * n)], [(0, 2 * n, 2 * n + 1)], [(1, 0, 5)]]
 
 
 def test_what_a_weight_takes():
@@ -113,7 +113,7 @@ def test_what_a_weight_takes():
         weights, sums, opt = some_weights(dtype, moments=moments)
         steps(sums, opt, range(2))
         held = weights + [x for c in opt.chunks for x in vars(c).values() if torch.is_tensor(x)
-                          and x.dtype != torch.int64]  # ties
+                          and x.dtype != torch.int64]  # a few ties
         assert sum(x.nbytes for x in held) == want * sum(w.numel() for w in weights)
 
 
@@ -156,12 +156,18 @@ def test_nothing_changes_where_a_gradient_is_not_finite():
 
 # moments in bf16
 
+def rounded_by(rng, x):
+    held = torch.empty(len(x), dtype=torch.bfloat16)
+    round_to(held, x.clone(), rng)
+    return held.float()
+
+
 def test_rounding_at_random_keeps_the_mean():
     """Within 5 standard errors, of numbers between two of bf16; those that bf16 has stay. Rounded
     to nearest, the control, the mean is off by far more."""
     rng = torch.Generator().manual_seed(1)
     x = torch.randn(64, generator=rng).repeat_interleave(4096)
-    rounded = to_bfloat16(x.clone(), rng).float()
+    rounded = rounded_by(rng, x)
     low = (x.view(torch.int32) >> 16 << 16).view(torch.float32)
     high = ((x.view(torch.int32) >> 16) + 1 << 16).view(torch.float32)
     assert ((rounded == low) | (rounded == high)).all()
@@ -172,7 +178,7 @@ def test_rounding_at_random_keeps_the_mean():
     nearest = (x.bfloat16().float() - x).view(64, -1).mean(1).abs()
     assert (nearest > 5 * error).float().mean() > 0.8
     known = torch.tensor([0.0, 1.0, -3.0, 2.0**-130]).repeat(100)
-    assert torch.equal(to_bfloat16(known.clone(), rng).float(), known)
+    assert torch.equal(rounded_by(rng, known), known)
 
 
 def test_moments_in_bf16_follow_those_in_fp32():
