@@ -18,9 +18,8 @@ model as it was before training can be the teacher instead (teacher = "initial")
 Read `main` for the loop and `update` for the loss; run/ holds what surrounds them. The usual
 repair, weights for a sampler that was not the learner (correction), is here too, to be compared
 with. Under torchrun several ranks share the prompts of each step and the gradient
-(support/parallel.py); of a single process, `share` is everything. All randomness of a step is a
-function of (seed, step), so a checkpoint needs no RNG state beyond those two numbers, and it does
-not matter which rank samples.
+(support/parallel.py); of a single process, `share` is everything. All randomness of a step follows
+from (seed, step), whichever rank samples, so a checkpoint needs no RNG state beside those numbers.
 """
 import functools
 import math
@@ -106,11 +105,14 @@ value_coef = 0.1         # ppo: weight of the value loss; 0.05 .. 1
 beta = 0.1               # dpo: strength of the pull to the initial weights; 0.01 .. 1
 micro_rows = 16384       # packed rows per forward pass of the learner; lower it if memory runs out
 checkpointing = False    # less memory for a fifth more time, by computing activations twice
+logit_mb = 256           # MB of logits at a time, about five times as much lives; 16 .. 1024
+memory = 0.0             # GB it may hold: the three above and eval_batch are lowered until it fits
 # LoRA: small matrices are trained beside the large ones
 lora_rank = 0            # rank of the small matrices, 4 .. 64; 0: no LoRA, all weights are trained
 lora_alpha = 32.0        # their product is scaled by lora_alpha / lora_rank
 lora_targets = "all"     # the large ones: all, qkvo, or names such as q_proj,v_proj,down_proj
 # optimizer: AdamW on fp32 masters
+moments = "float32"      # AdamW's two moments; bfloat16, rounded at random: 4 bytes a weight less
 steps = 60
 lr = 6e-4                # with LoRA about ten times that of full training
 warmup = 5               # steps of linear warm-up
@@ -142,9 +144,8 @@ def settings(argv):
 
 
 def main(argv):
-    job = set_up(argv, settings, OBJECTIVES)  # model (net), tokenizer, problems, optimizer, folder
-    config = job.config
-    run = job.run
+    job = set_up(argv, settings, OBJECTIVES, update)  # model (net), tokenizer, optimizer, ..
+    config, run = job.config, job.run
     if config.dry_run:
         measure(job, settings, update)
         return

@@ -11,6 +11,7 @@ budget = 256
 window = 32
 sinks = 4
 norm = "token"
+micro_rows = 5120  # two prompts with their responses, for cards of 8 GB
 steps = 200
 lr = 4e-5
 eval_every = 25

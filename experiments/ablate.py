@@ -53,7 +53,7 @@ from experiments import logs
 from experiments.curves import figure
 from experiments.logs import CACHES, KV, LAST, at_end, ended, read, results, series
 from experiments.ttest import RANKED, holm, interval, p_value, signed_rank_p
-from run.settings import MAY_CHANGE, identity_of
+from run.settings import BEFORE, MAY_CHANGE, identity_of
 from support import configurator
 from support import run as runs
 from support.checkpoint import HELD, check_whole, open_to_append, remove, write_text
@@ -233,7 +233,7 @@ def check_same(path, config):
     """Raise ValueError if the run at path is another one than c asks for. A task file may have
     moved; a model not, as its weights are compared by their place alone."""
     file = os.path.join(path, "config.json")
-    was, identity = read_json(file, {}), {}
+    was, identity = {**BEFORE, **read_json(file, {})}, {}
     try:
         before = entry(was, "identity", dict, {})  # older runs did not note it
     except ValueError as e:

@@ -56,7 +56,7 @@ from experiments.attention import CUDA, DEVICE, allocated, clock, group_until, r
 from fast.launch import kernels
 from kvcache import Eviction, KVCache
 from model import Config, Transformer, find_checkpoint
-from run.learn import replay_all
+from run.learn import replay_all, size_logits
 from shadow_attn import shadow_attention
 from support import parallel
 from support.configurator import Arguments, make_folder
@@ -672,13 +672,15 @@ def timed_steps(steps):
     return f"median of {steps} after the warm-up, wall clock"
 
 
-def step(report, name, work, steps, checkpointing, rivals):
+def step(report, name, work, steps, checkpointing, micro_rows, rivals):
     """A whole training step: sample, reward at random, update. rivals: ways of TRL"""
     report.table("one training step", "ms ratio rollout_s learn_s peak_gb first_s",
                  model=name, **work.facts, our_checkpointing=checkpointing,
-                 TRL_checkpointing=True, timed=timed_steps(steps))
+                 our_micro_rows=micro_rows, TRL_checkpointing=True,
+                 timed=timed_steps(steps))
     report.add("ours",
-               attempt(our_step, name, work, steps, checkpointing=checkpointing))
+               attempt(our_step, name, work, steps, checkpointing=checkpointing,
+                       micro_rows=micro_rows))
     for what, settings in rivals.items():
         row = attempt(trl_row, name, work, steps, **settings)
         report.add(f"TRL, {what}", row)
@@ -737,6 +739,8 @@ def fit(report, name, work, gb, steps):
 # settings that take less and less memory, and more time; the last trains fewer weights instead
 FRUGAL = (dict(), dict(micro_rows=8192), dict(checkpointing=True),
           dict(checkpointing=True, micro_rows=4096),
+          dict(checkpointing=True, micro_rows=4096, logit_mb=64),
+          dict(checkpointing=True, micro_rows=4096, logit_mb=64, moments="bfloat16"),
           dict(checkpointing=True, lora_rank=16))
 
 
@@ -760,6 +764,7 @@ def our_step(name, work, steps, checkpointing, **more):
     seconds of each step, of its sampling, of its learning"""
     c = SimpleNamespace(**train.DEFAULTS | more)
     c.lr, c.checkpointing = 1e-6, checkpointing
+    size_logits(c)
     model, ids = ours(name), drawn(name, work.B * parallel.size(), work.P)
     mine = parallel.share(len(ids))
     opt = LoRA(model, c) if c.lora_rank else Masters(model, c)
@@ -1349,8 +1354,10 @@ REQUESTS = dict(  # part -> arguments of each of its tables
             dict(name=QWEN, work=replace(LONG, R=128), repeat=2, rivals=())],
     learner=[dict(name=QWEN, work=GROUP, repeat=3)],
     step=[dict(name=SMOLLM, work=Work(B=8, P=1024, G=8, R=64, budget=256), steps=3,
-               checkpointing=False, rivals=TRL | BATCHING),
-          dict(name=QWEN, work=LONG, steps=1, checkpointing=True, rivals=TRL)],
+               checkpointing=False, micro_rows=5120,  # as in config/smollm2.py
+               rivals=TRL | BATCHING),
+          dict(name=QWEN, work=LONG, steps=1, checkpointing=True, micro_rows=16384,
+               rivals=TRL)],
     lora=[dict(name=name, work=replace(LONG, B=4), steps=1, rank=16)
           for name in (QWEN, LARGE)],
     cards=[dict(name=SMALL, work=replace(LONG, P=2048, budget=512), steps=5),
@@ -1359,10 +1366,11 @@ REQUESTS = dict(  # part -> arguments of each of its tables
                  sampled=replace(LONG, P=0, R=64), learnt=replace(GROUP, P=0))],
     fit=[dict(name=name, work=Work(B=4, P=P, G=8, R=R, budget=budget), gb=gb, steps=3)
          for gb, name, P, R, budget in (
+             (8, SMOLLM, 1000, 64, 128), (8, SMALL, 4000, 64, 512),
              (16, SMOLLM, 1000, 64, 128), (16, SMOLLM, 4000, 256, 512),
              (16, SMALL, 300, 256, 1024), (16, SMALL, 4000, 64, 512),
              (24, SMALL, 8000, 256, 1024), (24, QWEN, 1000, 64, 128),
-             (24, QWEN, 300, 256, 1024))],
+             (24, QWEN, 300, 256, 1024), (24, QWEN, 4096, 64, 512))],
     evict=[dict(name=name, work=Work(B=8, P=0, G=8, R=0, budget=0), steps=128,
                 lengths=[(1024, 512), (1024, 2048), (1024, 8192), (1024, 32768),
                          (4096, 512), (16384, 512), (65536, 512)],
@@ -1374,7 +1382,7 @@ QUICK = dict(
     attn=[dict(nh=4, nkv=2, hs=16, work=replace(TINY, R=8), repeat=1)],
     decode=[dict(name="tiny", work=TINY, repeat=1, rivals=CACHES)],
     learner=[dict(name="tiny", work=TINY, repeat=1)],
-    step=[dict(name="tiny", work=TINY, steps=1, checkpointing=True,
+    step=[dict(name="tiny", work=TINY, steps=1, checkpointing=True, micro_rows=64,
                rivals=TRL | BATCHING)],
     lora=[dict(name="tiny", work=TINY, steps=1, rank=2)],
     cards=[dict(name="tiny", work=TINY, steps=1)],

@@ -1,6 +1,7 @@
 """What an update is made of: micro-batches, a whole rollout replayed, the numbers of the log."""
 import torch
 
+from fast import head
 from grpo import replay
 from run.settings import policies_of
 from support import parallel
@@ -22,6 +23,11 @@ def micro_batches(rollout, copies, limit, share=False):
         parts[-1].append(b)
         used += size
     return parts
+
+
+def size_logits(config):
+    """Let the logits of a chunk of rows take logit_mb; for the whole process."""
+    head.LOGIT_BYTES = config.logit_mb * 2**20
 
 
 def replay_all(net, objective, config, rollout, model=None):

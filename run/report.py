@@ -121,7 +121,7 @@ def save(job):
     is_best = best.get("step") == run.step
     due = run.step % job.config.save_every == 0
     if (is_best or due or run.finished or run.interrupted) and run.unsaved:
-        parallel.check_equal(job.opt.masters, "the weights")
+        parallel.check_equal(job.opt.whole(), "the weights")
         run.save(job.opt.state())
     if is_best:
         write_models(job, ("best", "adapter-best"), reward=best["eval_compressed"])

@@ -24,7 +24,8 @@ CHOICES = dict(
     distill_on=["all", "reward"], teacher=["other", "initial"], pool_by=list(POOL),
     correction=["none", *CORRECTIONS], ratio_to=["learner", "sampler"],
     norm=list(NORMS), dtype=["auto", "float32", "bfloat16", "float16"],
-    lr_schedule=["constant", "linear", "cosine"], tracker=["none", *TRACKERS])
+    lr_schedule=["constant", "linear", "cosine"],
+    moments=["float32", "bfloat16"], tracker=["none", *TRACKERS])
 CUTS = "the learner scores all tokens, so a sampler of some would bias every ratio"
 REFUSED = dict(top_p=CUTS, top_k=CUTS, min_p=CUTS)
 MANY = 10**9
@@ -32,8 +33,8 @@ MANY = 10**9
 RANGES = dict(
     prompts=(1, 10**6), group=(1, 10**6), prompt_tokens=(1, MANY),
     max_new_tokens=(1, MANY), period=(1, MANY), updates=(1, 1000),
-    micro_rows=(1, MANY), steps=(1, MANY), eval_every=(1, MANY),
-    eval_problems=(1, 10**6), eval_final=(1, 10**6),
+    micro_rows=(1, MANY), logit_mb=(1, 10**5), memory=(0, 10**5), steps=(1, MANY),
+    eval_every=(1, MANY), eval_problems=(1, 10**6), eval_final=(1, 10**6),
     eval_batch=(1, 10**6), eval_first=(0, MANY), save_every=(1, MANY), warmup=(0, MANY),
     budget=(0, MANY), window=(0, MANY), sinks=(0, MANY), response_budget=(0, MANY),
     temperature=(1e-2, 100), ref_kl=(0, 100), distill=(0, 100), clip=(0, 1),
@@ -44,9 +45,11 @@ RANGES = dict(
 # settings that mean something to some objectives only; a class names those that it uses
 OF_OBJECTIVES = ("correction", "ratio_to", "ref_kl", "norm", "clip", "clip_high",
                  "updates", "gamma", "lam", "value_coef", "beta")
-MAY_CHANGE = {  # on resume; the last three because a run may end for want of memory
+MAY_CHANGE = {  # on resume; the last five because a run may end for want of memory
     "resume", "overwrite", "dry_run", "tracker", "out_dir", "device", "steps",
-    "eval_every", "save_every", "eval_batch", "micro_rows", "checkpointing"}
+    "eval_every", "save_every", "eval_batch", "micro_rows", "checkpointing", "logit_mb",
+    "memory"}
+BEFORE = dict(moments="float32")  # of runs from before the setting had a name
 
 
 def check_settings(config, defaults, objectives):

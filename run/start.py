@@ -15,9 +15,11 @@ from data.rewards import RewardError, find_reward
 from data.tasks import Problems
 from data.tokenizer import Tokenizer
 from model import Transformer
-from run.dry_run import PHASES, savings
+from run.dry_run import PHASES, fit, savings
 from run.evaluate import check_best
+from run.learn import size_logits
 from run.settings import (
+    BEFORE,
     MAY_CHANGE,
     eviction_of,
     eviction_of_evaluation,
@@ -45,6 +47,8 @@ EVALUATION = dict(step=int, eval_compressed=float, eval_dense=float)
 MEMORY = {  # of a run, as a checkpoint keeps it
     "evals": [EVALUATION], "answers": (ANSWERS, ANSWERS),
     "kv": dict(kept=int, dense=int, dense_shared=int), "best?": EVALUATION,
+    "fit?": dict(asked=dict, chosen=dict(
+        checkpointing=bool, micro_rows=int, logit_mb=int, eval_batch=int)),
     "idle?": int, "in_a_row?": int, "skipped?": int, "wandb?": str, "reward?": str}
 NOT_LOADED = ("out of memory while the model was loaded, before the first step: take "
               "a smaller model, 16-bit weights (--dtype=bfloat16, or float16 on a card "
@@ -64,16 +68,17 @@ class Job:
     teacher: Transformer   # of distillation, frozen; None: the model's other policy
 
 
-@one_line_errors(ValueError, OSError, MemoryError)
-@placed(ValueError, OSError)
+@one_line_errors(ValueError, OSError, MemoryError, FloatingPointError)
+@placed(ValueError, OSError, FloatingPointError)
 @memory_errors(NOT_LOADED)
-def set_up(argv, settings, objectives):
-    """-> Job. settings: function of argv. objectives: {name: class}. What is wrong ends the program
-    with one line."""
+def set_up(argv, settings, objectives, update):
+    """-> Job. settings: function of argv. objectives: {name: class}. update: that of train.py. What
+    is wrong ends the program with one line."""
     config = settings(argv)
     eviction_of_evaluation(config)  # checks itself
     choose_device(config)
     check_ranks(config)
+    limit_memory(config)
     folder = find_checkpoint(config.model)
     choose_dtype(config, folder)
     rule = find_reward(config.reward)
@@ -106,15 +111,20 @@ def set_up(argv, settings, objectives):
         opt = LoRA(net, config, objective.value, base=initial())
     else:
         opt = Masters(net, config, objective.value)
+    job = Job(config=config, run=run, net=net, tok=tok, problems=problems,
+              objective=objective, opt=opt, teacher=teacher)
+    fits = fit(job, update)
+    size_logits(config)
     if run:
         open_run(run, opt, rule)
     introduce(config, folder, net, problems=problems, opt=opt)
+    if fits:
+        tell(fits)
     if run and run.writes and config.tracker != "none":
         done = run.memory.get("evals", [])[-1:]
         already = [row for row in done if row["step"] == run.step]
         run.tracker = Tracker(run, already)
-    return Job(config=config, run=run, net=net, tok=tok, problems=problems,
-               objective=objective, opt=opt, teacher=teacher)
+    return job
 
 
 def folder_of(config, folder):
@@ -124,7 +134,7 @@ def folder_of(config, folder):
         paths["template_file"] = [config.template_file]
     inputs = {key: found[0] for key, found in paths.items()}
     run = Run(config, MAY_CHANGE, identity_of(config, folder), shapes=MEMORY,
-              inputs=dict(model=folder, **inputs))
+              before=BEFORE, inputs=dict(model=folder, **inputs))
     if config.template_file:
         with open(config.template_file, "rb") as f:
             run.beside["chat_template.jinja"] = f.read()  # so that model/ and best/ speak it
@@ -178,11 +188,27 @@ def check_ranks(config):
         raise ValueError("dry_run=True measures one process: run it without torchrun, "
                          f"with --prompts={largest_share(config)}, the share of one of "
                          f"{ranks} ranks")
+    if ranks > 1 and config.memory:
+        raise ValueError(f"memory={config.memory} measures one process: under torchrun "
+                         "set checkpointing, micro_rows and logit_mb yourself")
 
 
 def largest_share(config):
     """The most prompts that a rank samples in a step."""
     return -(-config.prompts // parallel.size())
+
+
+def limit_memory(config):
+    """Let torch hold no more on a card than config.memory, which is refused where the device has
+    less."""
+    if not config.memory:
+        return
+    there = memory_of(config.device)
+    if config.memory * 1e9 > there:
+        raise ValueError(f"memory={config.memory}: {config.device} has "
+                         f"{there / 1e9:.1f} GB")
+    if config.device.startswith("cuda"):
+        torch.cuda.set_per_process_memory_fraction(config.memory * 1e9 / there)
 
 
 def choose_dtype(config, folder):
@@ -244,6 +270,8 @@ def introduce(config, folder, net, problems, opt):
         where = torch.cuda.get_device_name()
     path = "Triton kernel" if cuda else "PyTorch reference"
     held = "LoRA" if config.lora_rank else "masters"
+    if config.moments != "float32":
+        held += f", {config.moments} moments"
     tell(f"torch {torch.__version__}, {where}, {config.dtype} weights, fp32 {held}, "
          f"attention by the {path}")
     if parallel.size() > 1:

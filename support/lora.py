@@ -25,13 +25,13 @@ import difflib
 import json
 import math
 import os
-from functools import partial
 
 import torch
 
+from support.adamw import AdamW
 from support.checkpoint import write_tensors, write_text
 from support.jsonfile import shown
-from support.optimizer import Masters, adamw, first_scale
+from support.optimizer import Masters, first_scale
 
 ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
 TARGETS = (*ATTENTION, "gate_proj", "up_proj", "down_proj")
@@ -138,11 +138,11 @@ class LoRA(Masters):
         if value is not None:
             self.params += value.parameters()
             self.masters += value.parameters()
-        self.optimizer = adamw(self.masters, c)
+        self.optimizer = AdamW(self.masters, self.masters, c)
         self.scale = first_scale(self.params)
         for p, parts in found.items():
             p.collected = [x for _, adapter in parts for x in (adapter.A, adapter.B)]
-            p.register_post_accumulate_grad_hook(partial(self.collect, parts))
+        self.collect_by(found)
 
     @staticmethod
     def collect(parts, p):

@@ -76,6 +76,7 @@ def saving_if_memory_runs_out(run, opt, phases, savings):
         line += f", in {phase}{advice(run, savings(run.config, phase))}"
     # elsewhere it is not known whether step `run.step` is done
     if phase and run.writes and run.unsaved and not opt.halfway:
+        opt.forget()  # the gradients of what is not learned
         try:
             run.save(opt.state())
         except (OSError, RuntimeError, MemoryError, FloatingPointError) as e:

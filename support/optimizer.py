@@ -2,9 +2,10 @@
 fp32 master weights for a model that may hold bf16 or fp16.
 
 The idea. Sampler and learner read one set of (bf16) weights, so the policy that sampled is
-the policy that learns. The optimizer owns fp32 copies, the masters, and rounds them down
+the policy that learns. The optimizer owns fp32 weights, the masters, and rounds them down
 after each step: an update of 1e-6 is below bf16's spacing, so it must be summed up in fp32.
-Gradients of micro-batches add up in fp32 too.
+Gradients of micro-batches add up in fp32 too. Of bf16 weights the masters are made for a step
+alone (adamw.py).
 
 fp16 has three more bits than bf16, so sampler and learner are nearer to each other (2510.26788),
 but ends at 65,504 and 6e-8. Gradients lie near its lower end: the loss is multiplied by a scale,
@@ -12,10 +13,12 @@ a power of two, and the masters' gradients are divided by it. Where a gradient i
 scale was too large: it is halved, and the step left out. After many good steps it is doubled.
 Loss scaling: 1710.03740.
 """
+import weakref
 from functools import partial
 
 import torch
 
+from support.adamw import AdamW
 from support.parallel import sum_gradients
 
 FIRST_SCALE = 2.0**16  # of the loss, where weights are fp16
@@ -25,10 +28,11 @@ BEYOND = ("above 65,504, the largest float16 (try --dtype=bfloat16 or "
           "--dtype=float32)")
 
 
-def adamw(params, config):
-    return torch.optim.AdamW(
-        params, lr=config.lr, betas=(0.9, config.beta2),
-        weight_decay=config.weight_decay, fused=True)
+def master_of(p):
+    """What takes the sum of gradients of p in fp32, and of fp16 holds p's numbers too."""
+    if p.dtype == torch.bfloat16:
+        return torch.zeros((), device=p.device).expand(p.shape).requires_grad_()
+    return p.detach().float().requires_grad_()
 
 
 def first_scale(params):
@@ -41,7 +45,8 @@ class Masters:
     """The fp32 weights that the optimizer (AdamW) updates; of an fp32 model they are its own
     parameters.
 
-    config: has lr, beta2 and weight_decay. value: PPO's value head, an fp32 module
+    masters: tensors of their shapes whose .grad is the sum of gradients. Those of bf16 parameters
+    hold no numbers: `whole` makes them. config: see AdamW. value: PPO's value head, an fp32 module
     that is trained and saved with the model's weights. halfway: have some updates of a rollout
     changed the weights, and more may follow? They are not saved then. A step sets it, and who
     asks for steps sets it back after the last. scale: of the loss, None but for fp16; good: finite
@@ -56,19 +61,28 @@ class Masters:
         if value is not None:
             self.params += value.parameters()
         self.masters = [p if p.dtype in (torch.float32, torch.float64)  # of tests
-                        else p.detach().float().requires_grad_() for p in self.params]
-        self.optimizer = adamw(self.masters, config)
+                        else master_of(p) for p in self.params]
+        weights = [p if p.dtype == torch.bfloat16 else master for p, master
+                   in zip(self.params, self.masters)]
+        self.optimizer = AdamW(weights, self.masters, config)
         self.scale = first_scale(self.params)
-        for p in self.params:
-            p.collected = []  # for fast/recorded.py: whose .grad gets its gradient; none: its own
-        for p, master in self.copies():
-            p.collected = [master]
-            p.register_post_accumulate_grad_hook(partial(self.collect, master))
+        for p, master in zip(self.params, self.masters):
+            # for fast/recorded.py: whose .grad gets its gradient; none: its own
+            p.collected = [] if p is master else [master]
+        self.collect_by(dict(self.copies()))
 
     def copies(self):
         """(parameter, master) where they are two tensors"""
         pairs = zip(self.params, self.masters)
         return [(p, master) for p, master in pairs if p is not master]
+
+    def collect_by(self, takers):
+        """Let `collect` hand gradients on. takers: {parameter: what takes its gradient}. A hook
+        would live as long as its parameter, and what it takes with it; these go with this object.
+        """
+        for p, taker in takers.items():
+            hook = p.register_post_accumulate_grad_hook(partial(self.collect, taker))
+            weakref.finalize(self, hook.remove)
 
     @staticmethod
     def collect(master, p):
@@ -112,15 +126,18 @@ class Masters:
             raise FloatingPointError(f"the gradient's norm is {norm.item()}: "
                                      "the weights were left as they are; lower lr?")
         if norm == 0:
-            self.optimizer.zero_grad(set_to_none=True)
+            self.forget()
             return 0.0
-        for group in self.optimizer.param_groups:
-            group["lr"] = lr
         self.halfway = True
-        self.optimizer.step()
-        self.optimizer.zero_grad(set_to_none=True)
+        self.optimizer.step(lr)
+        self.forget()
         self.copy_down()
         return norm.item()
+
+    def forget(self):
+        """Let go of all gradients."""
+        for x in (*self.params, *self.masters):
+            x.grad = None
 
     def rescale(self, norm):
         """Change the scale by what the norm of the gradients says. All ranks have the same norm.
@@ -143,20 +160,26 @@ class Masters:
 
     @torch.no_grad()
     def copy_down(self):
-        copies = self.copies()
+        # a step has rounded bf16 weights itself
+        copies = [pair for pair in self.copies() if pair[0].dtype != torch.bfloat16]
         if copies:
             torch._foreach_copy_(*map(list, zip(*copies)))
 
+    def whole(self):
+        """The masters, fp32, one after the other; those of bf16 weights are made as they are asked
+        for."""
+        return self.optimizer.masters()
+
     def state(self):
         """What a checkpoint keeps. Raises FloatingPointError if a weight is not finite."""
-        weights = self.masters
+        masters = [master.detach() for master in self.whole()]
+        weights = masters
         if self.scale is not None:  # a master may be finite where its copy is not
             weights = [*weights, *self.params]
         if not all(weight.isfinite().all() for weight in weights):
             raise FloatingPointError(
                 "weights are no longer finite: they are not saved; lower lr?")
-        state = dict(masters=[master.detach() for master in self.masters],
-                     optimizer=self.optimizer.state_dict())
+        state = dict(masters=masters, optimizer=self.optimizer.state())
         if self.scale is not None:
             state.update(scale=self.scale, good=self.good)
         return state
@@ -172,12 +195,12 @@ class Masters:
         if not all(x.is_floating_point() and x.isfinite().all() for x in saved):
             raise ValueError(f"{name}: its weights are not finite numbers")
         try:
-            self.optimizer.load_state_dict(state["optimizer"])
-            fits = all(map(self.has_moments, self.masters))
+            self.optimizer.check(state["optimizer"])
+        except ValueError as e:
+            raise ValueError(f"{name}: {e}") from None
         except Exception:  # whatever its first wrong entry leads to
-            fits = False
-        if not fits:
-            raise ValueError(f"{name}: its optimizer state does not fit the model")
+            raise ValueError(
+                f"{name}: its optimizer state does not fit the model") from None
         if self.scale is not None:
             scale = state.get("scale")
             good = state.get("good")
@@ -187,13 +210,5 @@ class Masters:
                     f"{name}: it holds no scale of the loss, which float16 needs")
             self.scale = scale
             self.good = good
-        for master, x in zip(self.masters, saved):
-            master.copy_(x)
+        self.optimizer.load(state["optimizer"], saved)
         self.copy_down()
-
-    def has_moments(self, master):
-        """Has AdamW what it needs of a weight, or, before its first gradient, nothing?"""
-        state = self.optimizer.state.get(master, {})
-        shapes = {name: x.shape for name, x in state.items()}
-        want = dict(step=(), exp_avg=master.shape, exp_avg_sq=master.shape)
-        return shapes in ({}, want)

@@ -299,7 +299,8 @@ class Run:
 
     config: namespace with out_dir, resume, overwrite, steps and whatever else the run is made of.
     may_change: keys that a resumed run may have set differently. identity: {key: fingerprint of the
-    files that it names}, part of the run where their names and places are not. inputs: {key: path
+    files that it names}, part of the run where their names and places are not. before: {key: value}
+    of a run from before that setting had a name. inputs: {key: path
     of what is read}, of which "model" is the folder that the model is loaded from.
     shapes: what memory holds once a step is done, as check_shape has it. folder: where out_dir is,
     whatever the current folder is later. step: steps done. memory: what later steps must know
@@ -312,9 +313,11 @@ class Run:
     reads or files that no run made, is in use, or holds a checkpoint that is damaged or of other
     settings; FileNotFoundError if there is none."""
 
-    def __init__(self, config, may_change, identity=None, inputs=None, shapes=None):
+    def __init__(self, config, may_change, identity=None, inputs=None, shapes=None,
+                 before=None):
         self.config = config
         self.may_change = may_change
+        self.before = before or {}
         self.identity = identity or {}
         self.shapes = shapes or {}
         self.folder = os.path.realpath(config.out_dir)
@@ -425,7 +428,7 @@ class Run:
         except (FileNotFoundError, ValueError) as e:
             raise type(e)(f"resume: {e}; {self.older()}") from None
         known = self.identity.keys() & state["identity"].keys()  # may have moved
-        was = dict(state["config"], identity=state["identity"])
+        was = {**self.before, **state["config"], "identity": state["identity"]}
         other = difference(
             was, config, identity=self.identity, where=config.out_dir,
             equal=vars(config).keys() - self.may_change - known)

@@ -157,6 +157,8 @@ def learner(net, initial=None, **changes):
     from."""
     c = train.settings([f"--{key}={value}" for key, value in changes.items()])
     objective = train.OBJECTIVES[c.objective](net, c, lambda: initial)
+    if objective.value:  # fp32, but beside a toy model in fp64
+        objective.value.to(torch.promote_types(net.dtype, torch.float32))
     made = LoRA if c.lora_rank else Masters
     return c, objective, made(net, c, objective.value)
 

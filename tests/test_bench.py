@@ -325,7 +325,9 @@ def test_cards(results, tmp_path):
      {"defaults": 1, "micro_rows=8192": 1, "checkpointing=True": 0}),
     (lambda limit, ask: limit is None,  # none fits: the last once more, without a limit
      {"defaults": 1, "micro_rows=8192": 1, "checkpointing=True": 1,
-      "checkpointing=True micro_rows=4096": 1, "checkpointing=True lora_rank=16": 1,
+      "checkpointing=True micro_rows=4096": 1, "checkpointing=True micro_rows=4096 logit_mb=64": 1,
+      "checkpointing=True micro_rows=4096 logit_mb=64 moments=bfloat16": 1,
+      "checkpointing=True lora_rank=16": 1,
       "checkpointing=True lora_rank=16, no limit": 0})])
 def test_fit_stops_at_the_first_that_fits(results, monkeypatch, fits, notes):
     assert list(rows(results["fit"])) == ["defaults"]  # memory has no cap here

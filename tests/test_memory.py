@@ -2,6 +2,7 @@
 import os
 import re
 from pathlib import Path
+from statistics import fmean
 from types import SimpleNamespace
 
 import pytest
@@ -10,6 +11,8 @@ import torch
 import rollout
 import train
 from conftest import (
+    FAST,
+    ROOT,
     contents,
     in_all_rooms,
     prompts,
@@ -21,9 +24,20 @@ from conftest import (
 )
 from experiments import ablate
 from model import Transformer
-from run.dry_run import changed, disk, dry_run, savings, tell_whole_run
+from run.dry_run import (
+    CHOSEN,
+    changed,
+    disk,
+    dry_run,
+    may_not_fit,
+    savings,
+    tell_whole_run,
+)
 from run.learn import micro_batches
 from run.settings import eviction_of, policies_of
+from run.start import check_ranks, limit_memory, set_up
+from support.adamw import Chunk
+from support.jsonfile import read_json
 from support.memory import Cost, compare, highest, measure, ran_out
 from support.run import Run
 
@@ -231,7 +245,7 @@ def test_what_is_offered_is_allowed_and_other():
     least = ("--prompts=1", "--group=2", "--eval_batch=1", "--budget=23", "--max_new_tokens=1")
     for ask in ((), least, ("--evict=none",), ("--objective=dpo",), (*least, "--checkpointing=1")):
         if "--checkpointing=1" in ask:
-            ask = (*least, "--checkpointing=True")
+            ask = (*least, "--checkpointing=True", "--logit_mb=64")
         c = train.settings([*ask])
         for phase in ("sampling", "learning", "evaluation"):
             for key, value in savings(train.settings, c, phase).items():
@@ -273,6 +287,165 @@ def test_on_a_card(tmp_path, capsys):
             torch.cuda.set_per_process_memory_fraction(1.0)
     print("\n".join(ends))
     assert ends and all(re.match("error: out of memory ", end) for end in ends)
+
+
+# a choice before a run
+
+def machine(monkeypatch, **gb):
+    """Let each phase take so many GB: numbers, or functions of the settings; more than `card` is
+    out of memory. -> list that gets what is measured"""
+    seen = []
+
+    def fake(work, device):
+        config, name = work.args[0], work.func.__name__
+        work()
+        took = gb.get(name, 1)
+        took = 1e9 * (took(config) if callable(took) else took)
+        seen.append((name, *(getattr(config, key) for key in CHOSEN)))
+        return Cost(took, 1.0, fits=took <= 1e9 * gb.get("card", 99))
+
+    monkeypatch.setattr("run.dry_run.measure", fake)
+    return seen
+
+
+def learner_gb(c):
+    """As activations, rows and logits would have it."""
+    return 1 + (1 if c.checkpointing else 4) * min(c.micro_rows, 512) / 128 + c.logit_mb / 64
+
+
+def test_what_fits_is_chosen_by_measuring(tmp_path, capsys, monkeypatch):
+    """Checkpointing first, then fewer rows, then fewer logits, then a smaller batch of the
+    evaluation; said, and written down. What was measured has changed nothing: the run is, bit for
+    bit, that of the settings chosen. A resume takes them over unmeasured; the control, a resume
+    with another limit, measures again."""
+    out, by_hand, cut = (str(tmp_path / name) for name in ("out", "by_hand", "cut"))
+    seen = machine(monkeypatch, learning=learner_gb, evaluation=lambda c: c.eval_batch / 9)
+    monkeypatch.setattr("run.start.memory_of", lambda device: 80e9)
+    ask = ["--updates=2", "--logit_mb=512"]
+    train_here(*ask, "--memory=3.5", f"--out_dir={out}")
+    assert seen == [("sampling", False, 16384, 512, 128), ("learning", False, 16384, 512, 128),
+                    ("learning", True, 16384, 512, 128), ("learning", True, 128, 512, 128),
+                    ("learning", True, 128, 64, 128), ("evaluation", True, 128, 64, 128),
+                    ("evaluation", True, 128, 64, 2)]
+    assert ("memory of 3.5 GB: the largest step fits with checkpointing=True micro_rows=128 "
+            "logit_mb=64 eval_batch=2 (3.000 GB at its peak)\n") in capsys.readouterr().out
+    chosen = dict(checkpointing=True, micro_rows=128, logit_mb=64, eval_batch=2)
+    assert chosen.items() <= read_json(f"{out}/config.json").items()
+
+    train_here(*ask, *(f"--{key}={value}" for key, value in chosen.items()),
+               f"--out_dir={by_hand}")
+    assert read_log(out) == read_log(by_hand) and same_weights(out, by_hand)
+    train_here(*ask, "--memory=3.5", "--steps=2", f"--out_dir={cut}")
+    seen.clear()
+    capsys.readouterr()
+    train_here(*ask, "--memory=3.5", "--resume=True", f"--out_dir={cut}")
+    assert not seen and "eval_batch=2 (as before)" in capsys.readouterr().out
+    assert read_log(out) == read_log(cut) and same_weights(out, cut)
+    train_here(*ask, "--memory=50", "--resume=True", "--steps=5", f"--out_dir={cut}")
+    assert len(seen) == 3 and "fits as it is (25.000 GB" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("gb, more, say", [
+    (dict(sampling=9), [], "sampling takes 9.000 GB, 2 GB may be held: lower prompts, group"),
+    (dict(learning=9), [], "learning takes 9.000 GB with checkpointing=True micro_rows=128 "
+     "logit_mb=64 eval_batch=128, 2 GB may be held: set --moments=bfloat16 .* or --lora_rank=16"),
+    (dict(learning=9, card=8), ["--prompts=1"], "learning runs out of memory with checkpointing"),
+    (dict(evaluation=9), [], "evaluation takes 9.000 GB with .* eval_batch=1, ")])
+def test_where_nothing_fits(gb, more, say, tmp_path, monkeypatch):
+    """One line with what would help, and no folder is made."""
+    machine(monkeypatch, **gb)
+    with pytest.raises(SystemExit, match=f"error: {say}"):
+        train_here("--memory=2", *more, f"--out_dir={tmp_path / 'out'}")
+    assert not os.listdir(tmp_path)
+
+
+def test_nothing_is_measured_unasked(tmp_path, monkeypatch):
+    """Where no limit is named, on a CPU never; on a card where the learner may be too large for it.
+    Several ranks measure nothing."""
+    seen = machine(monkeypatch)
+    train_here(f"--out_dir={tmp_path / 'out'}")
+    assert not seen
+    job = set_up([*FAST, "--dry_run=True"], train.settings, train.OBJECTIVES, train.update)
+    assert not may_not_fit(job, 1)
+    job.config.device = "cuda"
+    monkeypatch.setattr("run.dry_run.held", lambda device: 10 * MB)
+    for mb in (300, 4000):  # five times the logits alone are 1400
+        job.config.checkpointing = False
+        assert may_not_fit(job, mb * MB) == (mb < 1400)
+    net, c = job.net, job.config
+    rows = c.prompts * (c.prompt_tokens + 2 * c.group * (c.max_new_tokens - 1))
+    per_layer = sum(sum(p.shape) for p in net.layers[0].parameters() if p.dim() == 2)
+    rest = (10 * MB + 4 * sum(p.numel() for p in net.parameters()) + 8 * net.head.numel()
+            + 5.3 * 2**20 * c.logit_mb)
+    kept = 4 * rows * len(net.layers) * per_layer
+    for more, yes in ((1.01, False), (0.99, True)):
+        assert may_not_fit(job, (rest + kept) * more / 0.75) == yes
+    c.checkpointing = True
+    kept = 4 * rows * (per_layer + len(net.layers) * net.config.width)
+    for more, yes in ((1.01, False), (0.99, True)):
+        assert may_not_fit(job, (rest + kept) * more / 0.75) == yes
+
+
+def test_a_limit_is_held(monkeypatch):
+    """torch is told so on a card; more than there is is refused, and several ranks are."""
+    shares = []
+    monkeypatch.setattr(torch.cuda, "set_per_process_memory_fraction", shares.append)
+    monkeypatch.setattr("run.start.memory_of", lambda device: 80e9)
+    for memory, device in ((0.0, "cuda"), (20.0, "cpu"), (20.0, "cuda:1")):
+        limit_memory(SimpleNamespace(memory=memory, device=device))
+    assert shares == [0.25]
+    with pytest.raises(ValueError, match="memory=81.0: cpu has 80.0 GB"):
+        limit_memory(SimpleNamespace(memory=81.0, device="cpu"))
+    monkeypatch.setattr("support.parallel.size", lambda: 2)
+    with pytest.raises(ValueError, match="memory=5.0 measures one process: under torchrun set"):
+        check_ranks(train.settings(["--memory=5"]))
+
+
+def test_a_limit_on_this_machine(tmp_path, capsys):
+    """Measured for real, of the whole process: room enough, and too little for the model itself."""
+    train_here("--memory=3", "--steps=1", f"--out_dir={tmp_path / 'out'}")
+    assert "memory of 3 GB: the largest step fits as it is (0." in capsys.readouterr().out
+    with pytest.raises(SystemExit, match="sampling takes 0.* GB, 0.01 GB may be held"):
+        train_here("--memory=0.01", f"--out_dir={tmp_path / 'none'}")
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_a_limit_on_a_card(tmp_path, capsys):
+    """What is chosen fits: the run comes to its end below the limit that torch holds it to. The
+    control, half of that, ends in one line."""
+    ask = ["--device=cuda", "--prompts=64", "--save_every=99", "--eval_every=99"]
+    torch.cuda.empty_cache()
+    ends = []
+    try:
+        for mb in (1200, 600, 400, 300, 200, 150, 120):
+            torch.cuda.reset_peak_memory_stats()
+            out = tmp_path / str(mb)
+            try:
+                train_here(*ask, f"--memory={mb / 1000}", f"--out_dir={out}")
+                ends.append(re.findall("largest step fits .*", capsys.readouterr().out)[0])
+                assert torch.cuda.max_memory_reserved() <= mb * MB
+            except SystemExit as e:
+                ends.append(str(e))
+                assert re.match("error: (sampling|learning|evaluation|out of memory)", ends[-1])
+    finally:
+        torch.cuda.set_per_process_memory_fraction(1.0)
+    print("\n".join(ends))
+    assert any("checkpointing=True" in end for end in ends) and ends[-1].startswith("error")
+
+
+def test_what_moments_cost_is_that_of_the_log():
+    log, page = (Path(ROOT, *where).read_text() for where in (
+        ("results", "moments-cpu.log"), ("docs", "memory.md")))
+    ends = {}
+    for kind in ("float32", "bfloat16"):
+        rows = [x.split()[2:] for x in log.splitlines() if x.startswith(f"{kind} ")]
+        means = [fmean(map(float, x)) for x in zip(*rows[:3])]
+        assert means == pytest.approx([*map(float, rows[3])], abs=6e-4)
+        ends[kind] = rows[3]
+        assert re.search(f"at (held-out rewards of )?{', '.join(x[0] for x in rows[:3])} ", page)
+    (_, dense, *_, loss), (_, dense_16, *_, loss_16) = ends.values()
+    assert f"the means were {dense} and {dense_16}, and" in page
+    assert f"20 steps was {float(loss):.4f} and {float(loss_16):.4f} (`" in page
 
 
 # a run whose memory ends
@@ -323,7 +496,7 @@ def test_it_says_where_and_loses_no_step(finished, tmp_path, monkeypatch, owner,
 
 
 @pytest.mark.parametrize("owner, name, call, more", [
-    (torch.optim.AdamW, "step", 4, []), (train, "replay", 9, ["--updates=2"])])
+    (Chunk, "step", 4, []), (train, "replay", 9, ["--updates=2"])])
 def test_weights_that_an_update_has_begun_to_change_are_not_saved(
         tmp_path, monkeypatch, owner, name, call, more):
     """Inside the optimizer, or in a rollout's second update: what was saved before is kept."""

@@ -126,8 +126,6 @@ def learn(name, dtype, steps=1, alone=False):
     gradients of every update before they are clipped; weights"""
     net, ids = toy(dtype=dtype), prompts(*SIZES)
     c, objective, opt = learner(net, toy(dtype=dtype), **{**SHAPE, **CASES[name]})
-    if objective.value:
-        objective.value.to(dtype)
     weights = dict(one_pair=(0, 0, 0, 1, 0), no_pair=[0] * 5).get(name, [1] * 5)
     tok = SimpleNamespace(decode=lambda ids, special: "text")
     problems = [SimpleNamespace(rule=score, row=dict(weight=w), text="?", where="")
@@ -151,9 +149,9 @@ def learn(name, dtype, steps=1, alone=False):
         log = conftest.learn(net, opt, objective, rollout, rewards=rewards.to(dtype), c=c, lr=1e-3)
         vars(parallel).update(as_it_is)
     torch.nn.utils.clip_grad_norm_ = clip
-    parallel.check_equal(opt.masters, "the weights")
+    parallel.check_equal(opt.whole(), "the weights")
     return dict(rollout=rollout, rewards=rewards, parts=parts, log=log, gradients=gradients,
-                weights=[m.detach() for m in opt.masters])
+                weights=list(opt.whole()))
 
 
 def learn_all(folder):
@@ -238,7 +236,7 @@ def check_skipping(r):
         opt.backward(sum(p.float().sum() for p in net.parameters()) * gradient)
         assert (opt.step(1e-2, 1.0) == 0) == skipped
         assert opt.scaling == dict(loss_scale=2**15, skipped=skipped)
-    parallel.check_equal(opt.masters, "the weights")
+    parallel.check_equal(opt.whole(), "the weights")
 
 
 def talk():

@@ -877,7 +877,7 @@ def test_what_fits_is_that_of_the_log():
     for table in before[-2:]:
         last = table["rows"][-1]
         assert last["name"].endswith("no limit")
-        assert f"it takes {last['peak_gb']:.1f} GB at least" in read("docs/memory.md")
+        assert f"took {last['peak_gb']:.1f} GB at least" in read("docs/memory.md")
     rows = [cells(x) for x in read("docs/memory.md").splitlines()
             if re.match(r"\| (16|24) GB \|", x)]
     assert len(rows) == len(tables) == 7

@@ -120,7 +120,7 @@ def test_nothing_is_evicted(tmp_path, monkeypatch, capsys):
 
     def said(*ask, task=file):
         job = set_up([*FAST, "--dry_run=True", f"--task={task}", "--max_new_tokens=17", *ask],
-                     train.settings, train.OBJECTIVES)
+                     train.settings, train.OBJECTIVES, train.update)
         lengths.append(max(map(len, job.problems.get("train", range(2))[1])))
         return [line for line in capsys.readouterr().out.splitlines() if "nothing is evict" in line]
 
@@ -218,7 +218,7 @@ class Gradients:
 
     def step(self, lr, clip):
         self.found = [p.grad.clone() for p in self.opt.masters]
-        self.opt.optimizer.zero_grad()
+        self.opt.forget()
         return 0.0
 
 
@@ -534,8 +534,8 @@ def test_a_step_without_a_gradient_changes_nothing(rank, dtype):
     _, _, opt = learner(net, lora_rank=rank, weight_decay=0.1)
 
     def state():
-        moments = [x for each in opt.optimizer.state.values() for x in each.values()]
-        return [x.detach().clone() for x in [*net.parameters(), *opt.masters, *moments]]
+        moments = [x for each in opt.state()["optimizer"]["state"].values() for x in each.values()]
+        return [x.detach().clone() for x in [*net.parameters(), *opt.whole(), *moments]]
 
     def step(gradient):
         with_gradient(net, opt, gradient)
@@ -768,14 +768,14 @@ def test_bf16_weights_and_fp32_masters():
     it adds up; bf16 alone loses it."""
     net = toy().to(torch.bfloat16)
     _, _, opt = learner(net, lr=1e-6)
-    before = [m.detach().clone() for m in opt.masters]
+    before = list(opt.whole())
     for _ in range(3):
         sum(p.sum() for p in net.parameters()).backward()  # every gradient is 1
         assert all(p.grad is None for p in net.parameters())  # the masters have taken it
         opt.step(1e-6, 1.0)
-    moved = torch.cat([(m - b).flatten() for m, b in zip(opt.masters, before)])
+    moved = torch.cat([(m - b).flatten() for m, b in zip(opt.whole(), before)])
     assert (moved + 3e-6).abs().max() < 1e-6
-    for p, m in zip(net.parameters(), opt.masters):
+    for p, m in zip(net.parameters(), opt.whole()):
         assert torch.equal(p, m.to(torch.bfloat16))
     plain = torch.tensor([0.1], dtype=torch.bfloat16)
     assert torch.equal(plain - 1e-6 - 1e-6 - 1e-6, plain)  # the control
@@ -797,7 +797,7 @@ def test_float16_skips_what_overflows(rank, monkeypatch):
     assert opt.scale == 2**16
     before = [x.detach().clone() for x in [*net.parameters(), *opt.masters]]
     with_gradient(net, opt, 1.0)
-    assert opt.step(1e-2, 1.0) == 0 and not opt.optimizer.state and not opt.halfway
+    assert opt.step(1e-2, 1.0) == 0 and not opt.state()["optimizer"]["state"] and not opt.halfway
     assert all(map(torch.equal, before, [*net.parameters(), *opt.masters]))
     assert all(m.grad is None for m in opt.masters)
     assert opt.scaling == dict(loss_scale=2**15, skipped=1) and opt.scale == 2**15
@@ -814,8 +814,8 @@ def test_float16_skips_what_overflows(rank, monkeypatch):
     assert other.scale is None and "scale" not in other.state()
     if not rank:
         assert norm == pytest.approx(sum(p.numel() for p in net.parameters()) ** 0.5)
-        moments = [opt.optimizer.state[m]["exp_avg"] for m in opt.masters]
-        assert all(torch.allclose(x, x.new_tensor(0.1 / norm)) for x in moments)
+        moments = opt.optimizer.moments()
+        assert all(torch.allclose(x, x.new_tensor(0.1 / norm)) for x, _ in moments)
 
     with_gradient(net, opt, 0.0)
     opt.step(1e-2, 1.0)
