@@ -2,6 +2,7 @@
 import os
 import re
 from pathlib import Path
+from statistics import fmean
 from types import SimpleNamespace
 
 import pytest
@@ -11,6 +12,7 @@ import rollout
 import train
 from conftest import (
     FAST,
+    ROOT,
     contents,
     in_all_rooms,
     prompts,
@@ -429,6 +431,21 @@ def test_a_limit_on_a_card(tmp_path, capsys):
         torch.cuda.set_per_process_memory_fraction(1.0)
     print("\n".join(ends))
     assert any("checkpointing=True" in end for end in ends) and ends[-1].startswith("error")
+
+
+def test_what_moments_cost_is_that_of_the_log():
+    log, page = (Path(ROOT, *where).read_text() for where in (
+        ("results", "moments-cpu.log"), ("docs", "memory.md")))
+    ends = {}
+    for kind in ("float32", "bfloat16"):
+        rows = [x.split()[2:] for x in log.splitlines() if x.startswith(f"{kind} ")]
+        means = [fmean(map(float, x)) for x in zip(*rows[:3])]
+        assert means == pytest.approx([*map(float, rows[3])], abs=1e-3)  # of rounded numbers
+        ends[kind] = rows[3]
+        assert re.search(f"at (held-out rewards of )?{', '.join(x[0] for x in rows[:3])} ", page)
+    (_, dense, *_, loss), (_, dense_16, *_, loss_16) = ends.values()
+    assert f"the means were {dense} and {dense_16}, and" in page
+    assert f"20 steps was {float(loss):.4f} and {float(loss_16):.4f} (`" in page
 
 
 # a run whose memory ends
