@@ -440,7 +440,7 @@ def test_what_moments_cost_is_that_of_the_log():
     for kind in ("float32", "bfloat16"):
         rows = [x.split()[2:] for x in log.splitlines() if x.startswith(f"{kind} ")]
         means = [fmean(map(float, x)) for x in zip(*rows[:3])]
-        assert means == pytest.approx([*map(float, rows[3])], abs=6e-4)
+        assert means == pytest.approx([*map(float, rows[3])], abs=1e-3)  # of rounded numbers
         ends[kind] = rows[3]
         assert re.search(f"at (held-out rewards of )?{', '.join(x[0] for x in rows[:3])} ", page)
     (_, dense, *_, loss), (_, dense_16, *_, loss_16) = ends.values()
