@@ -115,8 +115,8 @@ def pack_by_hand(rollout, policies=("dense", "shadow")):
 def pack(rollout, policies=("dense", "shadow")):
     """Lay a rollout out for the learner; `policies` says which copies it holds. -> Packed
 
-    `pack_by_hand` in tensors: all prompts at a time, then a policy's copies of all groups. Of a
-    group with responses of 4, 2 and 3 tokens, where a policy's copies begin at row 100:
+    `pack_by_hand` in tensors: all prompts at a time, then all copies of all groups. Of a group with
+    responses of 4, 2 and 3 tokens, where a policy's copies begin at row 100:
 
         sample  0    0    0    1    2    2      of each row
         step    0    1    2    0    0    1      the token's number in its response
@@ -128,7 +128,7 @@ def pack(rollout, policies=("dense", "shadow")):
     if sorted(policies) not in (["dense"], ["shadow"], ["dense", "shadow"]):
         raise ValueError("policies must be 'dense', 'shadow' or both, each once, "
                          f"got {policies!r}")
-    rollout.check()
+    kept = rollout.check()
     (G, R), (L, nkv) = rollout.tokens.shape[1:], rollout.until.shape[:2]
     policies = [policy for policy in ("dense", "shadow") if policy in policies]
     device = rollout.tokens.device
@@ -148,28 +148,27 @@ def pack(rollout, policies=("dense", "shadow")):
     row = torch.arange(len(tokens), device=device) + (first - P.cumsum(0) + P)[group]
     ids[row], pos[row] = tokens, row - first[group]
     until[:, row] = dropped_at[group].int()
-    group, head, position = rollout.kept_keys()
+    group, head, position = kept
     until[head, first[group] + position] = end[group].int()
 
-    # (n,) each; samples are counted on from group to group
+    # (n,) each, of a policy's copies; samples are counted on from group to group
     sample, step = rollout.mask[..., 1:].flatten(0, 1).nonzero(as_tuple=True)
-    rows = {}
-    for policy in policies:
-        gone = copies[:, None] + fed.cumsum(1)                  # (B, G)
-        born = gone - fed                                       # (B, G)
-        predicts = born[..., None] + torch.arange(-1, R - 1, device=device)
-        predicts[..., 0] = (first + P - 1)[:, None]
-        rows[policy] = predicts.masked_fill(~rollout.mask, -1)  # (B, G, R)
-        row = born.flatten()[sample] + step
-        ids[row] = rollout.tokens.flatten(0, 1)[sample, step]
-        pos[row] = P[sample // G] + step
-        dies = gone.flatten()[sample].expand(L * nkv, -1)
-        if policy == "shadow":
-            dropped = rollout.until.flatten(2, 3).flatten(0, 1)[:, sample, step]
-            dies = dies.minimum(born.flatten()[sample] + dropped)
-        until[:, row] = dies.int()
-        copies = copies + own
-    return Packed(ids, pos, until.view(L, nkv, -1), rows)
+    # of all policies, Q of them, at a time
+    number = torch.arange(len(policies), device=device)[:, None, None]
+    gone = copies[:, None] + number * own[:, None] + fed.cumsum(1)  # (Q, B, G)
+    born = gone - fed                                           # (Q, B, G)
+    rows = born[..., None] + torch.arange(-1, R - 1, device=device)  # (Q, B, G, R)
+    rows[..., 0] = (first + P - 1)[:, None]
+    rows.masked_fill_(~rollout.mask, -1)
+    born, gone = born.flatten(1)[:, sample], gone.flatten(1)[:, sample]  # (Q, n)
+    row = born + step                                           # (Q, n)
+    ids[row] = rollout.tokens.flatten(0, 1)[sample, step]
+    pos[row] = P[sample // G] + step
+    until[:, row] = gone.int()
+    if "shadow" in policies:  # the last of them
+        dropped = rollout.until.flatten(2, 3).flatten(0, 1)[:, sample, step]
+        until[:, row[-1]] = gone[-1].minimum(born[-1] + dropped).int()
+    return Packed(ids, pos, until.view(L, nkv, -1), dict(zip(policies, rows)))
 
 
 def replay(model, rollout, policies=("dense", "shadow"), distill_to=None, stats=False,
@@ -195,10 +194,10 @@ def replay(model, rollout, policies=("dense", "shadow"), distill_to=None, stats=
                          f"with a second one or a teacher, got {policies}")
     packed = pack(rollout, policies)
     rollout.check_model(model)
-    mask = rollout.mask                                         # (B, G, R)
     # all that asks a card for sizes comes before the pass, for which it would have to wait
-    targets = rollout.tokens[mask]                              # (n,)
-    at = {policy: packed.rows[policy][mask] for policy in policies}  # (n,) rows, each
+    mask, tokens = rollout.mask, rollout.sampled                # (B, G, R); (n,) indices
+    targets = rollout.tokens[tokens]                            # (n,)
+    at = {policy: packed.rows[policy][tokens] for policy in policies}  # (n,) rows, each
 
     def attend_under(until):  # here the Shadow Mask enters the learner
         plans = plans_of(until, torch.is_grad_enabled())

@@ -325,9 +325,10 @@ class KVCache:
         # prompts: slots past what a prompt fills are padding. By layer, as budgets may differ
         self.slots = [[eviction.slots(layer, L, P) for P in lengths]
                       for layer in range(L)]
-        self.prompt_k = [torch.zeros(B, nkv, max(slots), hs, **like)
-                         for slots in self.slots]
-        self.prompt_v = [torch.zeros_like(k) for k in self.prompt_k]
+        room = [B * nkv * max(slots) * hs for slots in self.slots]
+        all_layers = torch.zeros(2, sum(room), **like)  # at once, for fewer launches
+        both = [x.view(2, B, nkv, -1, hs) for x in all_layers.split(room, dim=1)]
+        self.prompt_k, self.prompt_v = map(list, zip(*both))
         filled = torch.tensor(self.slots, device=device, dtype=torch.int32)  # (L, B)
         self.prompt_filled = filled[..., None].repeat(1, 1, nkv)  # (L, B, nkv)
         self.response_k = torch.zeros(L, S, nkv, eviction.response_slots(R), hs, **like)

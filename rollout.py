@@ -17,6 +17,7 @@ Letters in shapes: B prompts of P tokens, G samples of each, S = B * G in all, R
 most; N packed rows of width C, L layers, nkv KV heads, V token ids; t counts response tokens.
 """
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 
 import torch
 
@@ -49,11 +50,16 @@ class Rollout:
     sizes: list = None          # tokens of each prompt as it was sampled; None: unknown
     rewards: torch.Tensor = None  # (B, G) once they are judged
 
-    @property
+    @cached_property
     def mask(self):
         """(B, G, R) bool: which tokens are part of a response."""
         t = torch.arange(self.tokens.shape[2], device=self.tokens.device)
         return t < self.lengths[..., None]
+
+    @cached_property
+    def sampled(self):
+        """Where those are: prompt, sample and step, (n,) int64 each. To ask stalls a card."""
+        return self.mask.nonzero(as_tuple=True)
 
     def kept_keys(self):
         """The kept keys of all prompts: number of the prompt, KV head, counted on from layer to
@@ -77,18 +83,23 @@ class Rollout:
     check, check_model = check_log, check_model
 
     def select(self, prompts, samples=None):
-        """The rollout of n prompts, given by index; of some samples (n, G') of each, or of all."""
-        prompts = torch.as_tensor(prompts, device=self.tokens.device)
-        if samples is None:
-            samples = torch.arange(self.tokens.shape[1], device=prompts.device)[None]
-        row = prompts[:, None]                                  # (n, 1)
-        chosen = {name: getattr(self, name)[row, samples]
+        """The rollout of n prompts, given by index or by a slice, which takes no copy; of some
+        samples (n, G') of each, or of all."""
+        if isinstance(prompts, slice):
+            numbers = range(len(self.prompts))[prompts]
+        else:
+            prompts = torch.as_tensor(prompts, device=self.tokens.device)
+            numbers = prompts.tolist()
+        at = prompts, slice(None)
+        if samples is not None:
+            at = prompts[:, None], samples                      # (n, 1), (n, G')
+        chosen = {name: getattr(self, name)[at]
                   for name in ("tokens", "lengths", "logp_roll", "stopped", "rewards")
                   if getattr(self, name) is not None}
         for name in ("prompts", "kept", "sizes"):
             if getattr(self, name) is not None:
-                chosen[name] = [getattr(self, name)[i] for i in prompts.tolist()]
-        return replace(self, **chosen, until=self.until[:, :, row, samples], kv={})
+                chosen[name] = [getattr(self, name)[i] for i in numbers]
+        return replace(self, **chosen, until=self.until[:, :, at[0], at[1]], kv={})
 
     def cut(self, ends):
         """The rollout whose responses end after ends (B, G) tokens, as by a stop token; 0: as they

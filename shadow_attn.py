@@ -27,7 +27,7 @@ from torch.autograd.function import once_differentiable
 from torch.utils.checkpoint import checkpoint
 
 from fast.attention import fast_attention
-from fast.launch import interpreted, jit, tl, triton
+from fast.launch import interpreted, jit, next_power_of_2, tl, triton
 
 
 def visible(until):
@@ -246,7 +246,7 @@ def simple_attention(q, k, v, until, scale):
     """`shadow_attention` by the readable kernels, its arguments checked."""
     N, _, hs = q.shape
     missing = -N % BLOCK  # rows to the next multiple of BLOCK
-    width = max(16, triton.next_power_of_2(hs))
+    width = max(16, next_power_of_2(hs))
 
     def padded(x):
         x = F.pad(x.transpose(0, 1), (0, width - hs, 0, missing))

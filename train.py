@@ -35,7 +35,7 @@ from objectives.ppo import PPO
 from rollout import generate
 from run.dry_run import dry_run as measure
 from run.evaluate import evaluate_both
-from run.learn import Metrics, check_batch, micro_batches, replay_all, summary
+from run.learn import Metrics, asked, check_batch, micro_batches, replay_all, summary
 from run.report import facts, finish, report, save
 from run.rewards import rewarded
 from run.settings import CHOICES, REFUSED, check_settings, eviction_of, policies_of
@@ -217,15 +217,15 @@ def update(net, opt, objective, rollout, batch, config, lr, teacher=None):
         student = config.distill_to
     micro = micro_batches(rollout, len(policies), config.micro_rows, share=True)
     old = [None] * len(micro)  # the learner's log-probs before the first update
-    done = []                  # the Metrics of each update
+    done = []                  # the numbers of each update
     for number in range(config.updates):
         is_first = number == 0
         metrics = Metrics(clip_frac=0.0, kl=0.0)
-        for i, indices in enumerate(micro):
+        for i, some in enumerate(micro):
             say(f"update {number + 1}/{config.updates}, "
                 f"micro-batch {i + 1}/{len(micro)}")
-            part = rollout.select(indices)
-            slices = {name: values[indices] for name, values in batch.items()}
+            part = rollout.select(some)
+            slices = {name: values[some] for name, values in batch.items()}
 
             # one forward pass under the logged mask: of the sampled tokens, at most R, the log-prob
             # (B, G, R) under both policies, and their KL (fast/head.py)
@@ -250,13 +250,13 @@ def update(net, opt, objective, rollout, batch, config, lr, teacher=None):
             if is_first:
                 old[i] = out[config.learner].detach()
                 gap = (old[i] - part.logp_roll).abs()                     # (B, G, R)
-                metrics.collect(part.mask, gap=gap, entropy=out["entropy"])
+                metrics.collect(part.sampled, gap=gap, entropy=out["entropy"])
                 if "accept" in out:
-                    metrics.collect(part.mask, accept=out["accept"])
+                    metrics.collect(part.sampled, accept=out["accept"])
+        # asked for after the step, which waits for a card anyway
+        found = Metrics.together(parallel.gather(metrics)).numbers()
         norm = opt.step(lr, config.grad_clip)
-        metrics = Metrics.together(parallel.gather(metrics.asked()))
-        metrics.add(grad_norm=norm, **opt.scaling)
-        done.append(metrics)
+        done.append(asked(dict(found, grad_norm=norm, **opt.scaling)))
     opt.halfway = False  # opt.step set it; all updates are done, so the weights may be saved
     return summary(done)
 

@@ -36,7 +36,7 @@ from typing import NamedTuple
 import torch
 import torch.nn.functional as F
 
-from fast.launch import jit, tl, triton
+from fast.launch import jit, next_power_of_2, tl, triton
 
 TILE_Q, TILE_K = 128, 64  # rows of a query tile, keys of a key tile
 
@@ -524,34 +524,39 @@ def lists_kernel(BORN_MIN, BORN_MAX, DIES_MIN, DIES_MAX,
 
 
 @attention_jit
-def sort_kernel(X, Y, K_BORN, K_DIES, stride_row, stride_head, stride_col, nk,
+def sort_kernel(K, V, SORTED_K, SORTED_V, K_BORN, K_DIES,
+                stride_k_row, stride_k_head, stride_k_col,
+                stride_v_row, stride_v_head, stride_v_col, nk,
                 HEAD_DIM: tl.constexpr, HEAD_DIM_PADDED: tl.constexpr,
                 TILE_K: tl.constexpr):
-    # X (N, nkv, HEAD_DIM) -> Y (nkv, nk * TILE_K, HEAD_DIM_PADDED): keys in sorted order;
-    # 0 for keys that nobody sees, for 0 * NaN is NaN
+    # K, V (N, nkv, HEAD_DIM) -> SORTED_K, SORTED_V (nkv, nk * TILE_K, HEAD_DIM_PADDED): in
+    # sorted order; 0 for keys that nobody sees, for 0 * NaN is NaN
     kv_head = tl.program_id(1).to(tl.int64)
     c = tl.arange(0, HEAD_DIM_PADDED)
     keys = (kv_head * nk + tl.program_id(0)) * TILE_K + tl.arange(0, TILE_K)
     k_born = tl.load(K_BORN + keys).to(tl.int64)
     k_dies = tl.load(K_DIES + keys)
     seen = (k_dies > 0)[:, None] & (c < HEAD_DIM)[None, :]
-    X += kv_head * stride_head
-    at = k_born[:, None] * stride_row + c[None, :] * stride_col
-    x = tl.load(X + at, mask=seen, other=0.0)
-    tl.store(Y + keys[:, None] * HEAD_DIM_PADDED + c[None, :], x)
+    to = keys[:, None] * HEAD_DIM_PADDED + c[None, :]
+    K += kv_head * stride_k_head
+    at = k_born[:, None] * stride_k_row + c[None, :] * stride_k_col
+    tl.store(SORTED_K + to, tl.load(K + at, mask=seen, other=0.0))
+    V += kv_head * stride_v_head
+    at = k_born[:, None] * stride_v_row + c[None, :] * stride_v_col
+    tl.store(SORTED_V + to, tl.load(V + at, mask=seen, other=0.0))
 
 
-def sort_keys(x, born, dies, width):
-    """x (N, nkv, hs) -> (nkv, nk * TILE_K, width), sorted; 0 for keys that nobody sees"""
+def sort_keys(k, v, born, dies, width):
+    """k, v (N, nkv, hs) -> (nkv, nk * TILE_K, width) each, sorted; 0 for keys that nobody sees"""
     nkv, n_keys = born.shape
     nk = n_keys // TILE_K
-    y = torch.empty(nkv, n_keys, width, device=x.device, dtype=x.dtype)
+    sorted_k = torch.empty(nkv, n_keys, width, device=k.device, dtype=k.dtype)
+    sorted_v = torch.empty_like(sorted_k)
     sort_kernel[nk, nkv](
-        X=x, Y=y, K_BORN=born, K_DIES=dies,
-        stride_row=x.stride(0), stride_head=x.stride(1), stride_col=x.stride(2),
-        nk=nk,
-        HEAD_DIM=x.shape[2], HEAD_DIM_PADDED=width, TILE_K=TILE_K)
-    return y
+        K=k, V=v, SORTED_K=sorted_k, SORTED_V=sorted_v, K_BORN=born, K_DIES=dies,
+        **strides("k", k), **strides("v", v), nk=nk,
+        HEAD_DIM=k.shape[2], HEAD_DIM_PADDED=width, TILE_K=TILE_K)
+    return sorted_k, sorted_v
 
 
 # The launch.
@@ -630,11 +635,11 @@ class ShadowAttention(torch.autograd.Function):
     def forward(ctx, q, k, v, plan, scale, out):
         N, nh, hs = q.shape
         nkv = k.shape[1]
-        width = max(16, triton.next_power_of_2(hs))  # tl.arange and tl.dot want it so
+        width = max(16, next_power_of_2(hs))  # tl.arange and tl.dot want it so
         born, dies, by_query, by_key = plan
         nq, nk = by_query.lists.shape[1:]
-        k = sort_keys(k, born, dies, width)                  # (nkv, nk * TILE_K, width)
-        v = sort_keys(v, born, dies, width)                  # (nkv, nk * TILE_K, width)
+        # (nkv, nk * TILE_K, width) each
+        k, v = sort_keys(k, v, born=born, dies=dies, width=width)
         if out is None:
             out = torch.empty(N, nh, hs, device=q.device, dtype=q.dtype)
         lse = torch.empty(nh, nq * TILE_Q, device=q.device, dtype=torch.float32)

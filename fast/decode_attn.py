@@ -29,7 +29,7 @@ import math
 import torch
 
 from fast.head import matmul32
-from fast.launch import early, jit, kernels, tl, triton, wait
+from fast.launch import cdiv, early, jit, kernels, next_power_of_2, tl, wait
 
 
 def formula(q, k, v, prompt_k, prompt_v, n_kept, response_k, response_v, t):
@@ -296,14 +296,13 @@ def decode_attention_triton(q, k, v, prompt_k, prompt_v, n_kept, response_k, res
     if heads_apart or not all(x.is_contiguous() for x in caches):
         raise ValueError("heads of q, k and v must follow each other, and the caches "
                          "and n_kept be contiguous")
-    power, cdiv = triton.next_power_of_2, triton.cdiv
-    width = max(16, power(hs))
+    width = max(16, next_power_of_2(hs))
     if q.element_size() == 2:
         block, most = BLOCK, 64
     else:  # fp32 dots run on ordinary cores: more would spill at head size 128
         block, most = min(BLOCK, 16), 32
     rows = G * nh // nkv  # of a group, per KV head
-    M = min(most, max(16, power(rows)))
+    M = min(most, max(16, next_power_of_2(rows)))
     owners = B * nkv * cdiv(rows, M)
     even = cdiv(K, BLOCK * cdiv(PROGRAMS, owners))  # BLOCKs for each program
     least = min(SPLIT // BLOCK, cdiv(K, 2 * BLOCK))
@@ -324,9 +323,10 @@ def decode_attention_triton(q, k, v, prompt_k, prompt_v, n_kept, response_k, res
             size_prompt=size_prompt, size_response=SPLIT,
             scale=scale * math.log2(math.e),
             NH=nh, NKV=nkv, HEAD_DIM=hs, HEAD_DIM_PADDED=width,
-            M_PROMPT=M, M_RESPONSE=max(16, power(nh // nkv)), BLOCK=block, **early(q))
+            M_PROMPT=M, M_RESPONSE=max(16, next_power_of_2(nh // nkv)), BLOCK=block,
+            **early(q))
         sum_kernel[S * nh,](
             ACC=acc, ML=ml, OUT=out, pieces=pieces,
-            HEAD_DIM=hs, HEAD_DIM_PADDED=width, PIECES=power(pieces),
+            HEAD_DIM=hs, HEAD_DIM_PADDED=width, PIECES=next_power_of_2(pieces),
             num_warps=1 if pieces <= 8 else 4, **early(q))
     return out

@@ -22,7 +22,7 @@ Left out: LayerNorm, GELU, residual adds (see fast/residual.py).
 """
 import torch
 
-from fast.launch import early, jit, kernels, tl, triton, wait, widen
+from fast.launch import cdiv, early, jit, kernels, next_power_of_2, tl, wait, widen
 
 PROGRAMS = 1024        # partial sums of an RMSNorm weight's gradient
 SWIGLU_COLUMNS = 1024  # columns of a SwiGLU program
@@ -32,7 +32,9 @@ SWIGLU_COLUMNS = 1024  # columns of a SwiGLU program
 
 def rms_norm(x, weight, eps):
     """Replaces model.rms_norm: x (..., C), weight (C,) -> (..., C)."""
-    return Norm.apply(x, weight, eps)
+    if torch.is_grad_enabled() or not kernels(x):
+        return Norm.apply(x, weight, eps)
+    return launch_norm(x.contiguous(), weight, eps)[0]
 
 
 class Norm(torch.autograd.Function):
@@ -73,9 +75,8 @@ class Norm(torch.autograd.Function):
 def blocks(width, rows):
     """(rows, columns) of a program's block, powers of two, holding 4,096 numbers; fewer
     where there would otherwise be too few programs for a card."""
-    power = triton.next_power_of_2
-    columns = power(width)
-    return max(1, min(4096 // columns, power(rows // 256 + 1))), columns
+    columns = next_power_of_2(width)
+    return max(1, min(4096 // columns, next_power_of_2(rows // 256 + 1))), columns
 
 
 def launch_norm(x, weight, eps):
@@ -85,7 +86,7 @@ def launch_norm(x, weight, eps):
     y = torch.empty_like(x)
     r = torch.empty(N, device=x.device, dtype=torch.float32)
     rows, columns = blocks(C, N)
-    norm_kernel[triton.cdiv(N, rows),](
+    norm_kernel[cdiv(N, rows),](
         x, weight, y, r, N, eps, C=C, ROWS=rows, COLUMNS=columns, **early(x))
     return y, r
 
@@ -112,7 +113,7 @@ def launch_norm_backward(x, weight, r, dy):
     C = x.shape[-1]
     N = x.numel() // C
     rows, columns = blocks(C, N)
-    programs = min(PROGRAMS, triton.cdiv(N, rows))
+    programs = min(PROGRAMS, cdiv(N, rows))
     dx = torch.empty_like(x)
     dw = torch.empty(programs, C, device=x.device, dtype=torch.float32)
     norm_backward_kernel[programs,](
@@ -182,8 +183,8 @@ def launch_rotate(q, k, q_out, k_out, cos, sin, back):
     rotate_kernel[N,](
         q, k, q_out, k_out, cos, sin, *strides,
         NH=nh, NKV=nkv, HALF=hs // 2, BACK=back,
-        NHP=triton.next_power_of_2(nh), NKVP=triton.next_power_of_2(nkv),
-        D=triton.next_power_of_2(hs // 2), num_warps=2, **early(q))
+        NHP=next_power_of_2(nh), NKVP=next_power_of_2(nkv),
+        D=next_power_of_2(hs // 2), num_warps=2, **early(q))
 
 
 @jit()
@@ -223,7 +224,9 @@ def rotate_heads(X, Y, x_row, x_head, y_row, y_head, cos, sin, row,
 
 def swiglu(x):
     """Replaces model.swiglu: x (N, 2 M), gate and up side by side -> (N, M)."""
-    return Swiglu.apply(x)
+    if torch.is_grad_enabled():
+        return Swiglu.apply(x)
+    return launch_swiglu_forward(x)
 
 
 class Swiglu(torch.autograd.Function):
@@ -234,11 +237,8 @@ class Swiglu(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, x):
-        N, M = len(x), x.shape[1] // 2
         ctx.save_for_backward(x)
-        y = torch.empty(N, M, device=x.device, dtype=x.dtype)
-        launch_swiglu(x, y, y, back=False)
-        return y
+        return launch_swiglu_forward(x)
 
     @staticmethod
     @torch.autograd.function.once_differentiable
@@ -249,9 +249,15 @@ class Swiglu(torch.autograd.Function):
         return dx
 
 
+def launch_swiglu_forward(x):
+    y = torch.empty(len(x), x.shape[1] // 2, device=x.device, dtype=x.dtype)
+    launch_swiglu(x, y, y, back=False)
+    return y
+
+
 def launch_swiglu(x, out, dy, back):
     N, M = len(x), x.shape[1] // 2
-    swiglu_kernel[N, triton.cdiv(M, SWIGLU_COLUMNS)](
+    swiglu_kernel[N, cdiv(M, SWIGLU_COLUMNS)](
         x, out, dy, M, BACK=back, BLOCK=SWIGLU_COLUMNS, **early(x))
 
 

@@ -37,7 +37,6 @@ from contextlib import contextmanager
 from functools import partial
 
 import torch
-import torch.nn.functional as F
 from torch.autograd.function import once_differentiable
 
 from fast.record import LEARNERS, a_quarter_is_free, capture, memory_ended
@@ -102,11 +101,9 @@ def padded(n):
 def pad(ids, pos, until, rows):
     """Add copies of row 0, each of which sees itself alone. -> ids, pos, until, of `rows` rows"""
     n = len(ids)
-    row = torch.arange(rows, device=ids.device)
-    real = row < n
-    at = row * real  # of a copy 0
-    until = F.pad(until, (0, rows - n))
-    return ids[at], pos[at], torch.where(real, until, (row + 1).int())
+    own = torch.arange(n + 1, rows + 1, device=ids.device, dtype=torch.int32)
+    ids, pos = (torch.cat((x, x[:1].expand(rows - n))) for x in (ids, pos))
+    return ids, pos, torch.cat((until, own.expand(*until.shape[:2], -1)), 2)
 
 
 # ---- one pass ----

@@ -15,7 +15,7 @@ Left out: top-p and top-k (they cut the support and bias every ratio).
 """
 import torch
 
-from fast.launch import early, jit, tl, triton, wait
+from fast.launch import cdiv, early, jit, tl, wait
 
 # logits that a program reads at once, four times per step: Philox makes four words
 BLOCK = 1024
@@ -29,8 +29,8 @@ def sample_triton(logits, temperature, seed, t, first=0):
     The noise is a function of seed (an int), t (an int64 tensor () on the device) and a row's
     number, which starts at first."""
     (S, V), logits = logits.shape, logits.contiguous()
-    size = 4 * BLOCK * triton.cdiv(V, 4 * BLOCK * PARTS)  # logits of one part
-    parts = triton.cdiv(V, size)
+    size = 4 * BLOCK * cdiv(V, 4 * BLOCK * PARTS)  # logits of one part
+    parts = cdiv(V, size)
     found = torch.empty(S, parts, 4, device=logits.device, dtype=torch.float32)
     where = torch.empty(S, parts, device=logits.device, dtype=torch.int32)
     token = torch.empty(S, device=logits.device, dtype=torch.int64)

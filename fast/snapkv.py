@@ -26,7 +26,7 @@ from itertools import accumulate, groupby
 
 import torch
 
-from fast.launch import jit, kernels, tl, triton
+from fast.launch import cdiv, jit, kernels, next_power_of_2, tl
 
 BLOCK = 64     # keys (of a copy: slots) of one step
 SPLIT = 512    # keys of a program of `sums`: at least so many
@@ -66,9 +66,9 @@ def compress(cache, which, layer, q, k, v):
     budget = eviction.budget_of(layer, len(cache.slots))
     kept = torch.empty(n, nkv, most, device=k.device, dtype=torch.int64)
     prompts = dict(EDGES=cache.edges[which.start:], NKV=nkv, budget=budget)
-    sizes = dict(HEAD_DIM=hs, HEAD_DIM_PADDED=max(16, triton.next_power_of_2(hs)))
+    sizes = dict(HEAD_DIM=hs, HEAD_DIM_PADDED=max(16, next_power_of_2(hs)))
     prompt_k, prompt_v = cache.prompt_k[layer][which], cache.prompt_v[layer][which]
-    step = min(CHOICE, triton.next_power_of_2(longest))
+    step = min(CHOICE, next_power_of_2(longest))
     with torch.cuda.device_of(k):  # Triton launches on the current card
         # votes, and scores after pooling
         votes = torch.empty(2, nkv, N, device=k.device, dtype=torch.float32)
@@ -81,7 +81,7 @@ def compress(cache, which, layer, q, k, v):
             sinks=eviction.sinks, W=eviction.window, POOL=eviction.pool,
             MEAN=eviction.pool_by == "mean", BLOCK=step,
             num_warps=4 if step <= 1024 else 8, **prompts)
-        copy_kernel[n * nkv, triton.cdiv(most, BLOCK)](
+        copy_kernel[n * nkv, cdiv(most, BLOCK)](
             K=k, V=v, KEPT=kept, PROMPT_K=prompt_k, PROMPT_V=prompt_v,
             k_row=k.stride(0), v_row=v.stride(0), slots=most, room=prompt_k.shape[2],
             BLOCK=BLOCK, **prompts, **sizes)
@@ -98,17 +98,17 @@ def count_votes(votes, lengths, q, k, EDGES, NKV, budget, window, HEAD_DIM,
     """votes (nkv, N) fp32: those of the keys before each window are filled."""
     n, longest, (N, nh, _) = len(lengths), max(lengths), q.shape
     rows = 32 if window > 16 else 16  # queries of one step
-    size = max(SPLIT, BLOCK * triton.cdiv(longest, BLOCK * SPLITS))
-    splits = triton.cdiv(longest, size)
+    size = max(SPLIT, BLOCK * cdiv(longest, BLOCK * SPLITS))
+    splits = cdiv(longest, size)
     sums = torch.empty(n, nh, splits, 2, window, device=q.device, dtype=torch.float32)
     same = dict(Q=q, K=k, EDGES=EDGES, SUMS=sums, q_row=q.stride(0), k_row=k.stride(0),
                 splits=splits, budget=budget, scale=HEAD_DIM ** -0.5, NKV=NKV,
                 GROUP=nh // NKV, HEAD_DIM=HEAD_DIM, HEAD_DIM_PADDED=HEAD_DIM_PADDED,
                 W=window, ROWS=rows, BLOCK=BLOCK)
-    programs = n * nh * triton.cdiv(window, rows) * splits
+    programs = n * nh * cdiv(window, rows) * splits
     sums_kernel[programs,](size=size, **same)
-    votes_kernel[n * NKV, triton.cdiv(longest, BLOCK)](
-        VOTES=votes, N=N, SPLITS=triton.next_power_of_2(splits), **same)
+    votes_kernel[n * NKV, cdiv(longest, BLOCK)](
+        VOTES=votes, N=N, SPLITS=next_power_of_2(splits), **same)
 
 
 # The kernels. Upper case: pointers and compile-time constants; lower case: values. A prompt of no

@@ -9,7 +9,7 @@ from data.tasks import stop_strings
 from grpo import replay
 from kvcache import Eviction
 from rollout import generate
-from run.learn import micro_batches, overlap
+from run.learn import asked, micro_batches, overlap
 from run.report import sample
 from run.rewards import decode, join_parts, judged
 from run.settings import eviction_of_evaluation, problems_at
@@ -39,7 +39,7 @@ def evaluate(net, tok, problems, config, eviction, n, run=None):
                **means(join_parts(parts)))
     accept = sum(accept, [])
     if accept:
-        log.update(overlap(torch.cat(accept)))
+        log.update(asked(overlap(torch.cat(accept))))
     return log
 
 

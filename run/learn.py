@@ -9,8 +9,8 @@ from support.screen import say
 
 
 def micro_batches(rollout, copies, limit, share=False):
-    """Indices of the prompts of each micro-batch: as many groups as fit into `limit` packed rows,
-    at least one. copies: of each response, one per policy. share: only this rank's prompts."""
+    """Slices of the prompts of each micro-batch: as many groups as fit into `limit` packed rows, at
+    least one. copies: of each response, one per policy. share: only this rank's prompts."""
     parts = []
     used = 0
     n = len(rollout.prompts)
@@ -18,9 +18,9 @@ def micro_batches(rollout, copies, limit, share=False):
     for b in parallel.share(n) if share else range(n):
         size = len(rollout.prompts[b]) + copies * rows[b]
         if not parts or used + size > limit:
-            parts.append([])
+            parts.append(slice(b, b))
             used = 0
-        parts[-1].append(b)
+        parts[-1] = slice(parts[-1].start, b + 1)
         used += size
     return parts
 
@@ -37,8 +37,8 @@ def replay_all(net, objective, config, rollout, model=None):
     value = None if model else objective.value
     copies = len(policies_of(config))
     outs = []
-    for indices in micro_batches(rollout, copies, config.micro_rows, share=True):
-        part = rollout.select(indices)
+    for some in micro_batches(rollout, copies, config.micro_rows, share=True):
+        part = rollout.select(some)
         with torch.no_grad():
             outs.append(replay(model or net, part, (config.learner,), value=value))
     outs = sum(parallel.gather(outs), [])
@@ -55,8 +55,8 @@ def check_batch(batch, config):
 
 class Metrics:
     """Numbers of one optimizer step: sums over micro-batches, and numbers of single tokens. Tensors
-    stay what they are until `asked`: a question stalls a card, and the sums of fp64 tensors are
-    those of Python's numbers."""
+    stay what they are, as a question stalls a card, and the sums of fp64 tensors are those of
+    Python's numbers."""
 
     def __init__(self, **sums):
         self.sums = sums
@@ -68,16 +68,11 @@ class Metrics:
                 x = x.detach().double()
             self.sums[name] = self.sums.get(name, 0.0) + x
 
-    def asked(self):
-        """The same with sums that are numbers."""
-        self.sums = {name: x.item() if torch.is_tensor(x) else x
-                     for name, x in self.sums.items()}
-        return self
-
-    def collect(self, mask, **tensors):
-        """Keep the entries of each tensor where mask is True."""
+    def collect(self, at, **tensors):
+        """Keep the entries of each tensor at these places. Indices take no question, a mask does.
+        """
         for name, x in tensors.items():
-            self.parts.setdefault(name, []).append((x, mask))
+            self.parts.setdefault(name, []).append(x[at])
 
     @classmethod
     def together(cls, several):
@@ -91,31 +86,44 @@ class Metrics:
 
     def tokens(self, name):
         """All that was collected under this name, (n,) fp32."""
-        return torch.cat([x[mask] for x, mask in self.parts[name]]).float()
+        return torch.cat(self.parts[name]).float()
+
+    def numbers(self):
+        """Sums, and what the log says of single tokens: numbers or tensors ()."""
+        found = dict(self.sums)
+        if "gap" in self.parts:
+            gap, entropy = self.tokens("gap"), self.tokens("entropy")
+            found.update(gap=gap.mean(), gap_max=gap.max(), entropy=entropy.mean())
+        if "accept" in self.parts:
+            found.update(overlap(self.tokens("accept")))
+        return found
+
+
+def asked(numbers):
+    """The same with numbers in place of tensors (); a card is asked once."""
+    tensors = {name: x.double() for name, x in numbers.items() if torch.is_tensor(x)}
+    if not tensors:
+        return numbers
+    like = next(iter(tensors.values()))  # an objective's may lie elsewhere
+    found = torch.stack([x.to(like) for x in tensors.values()]).tolist()
+    return {**numbers, **dict(zip(tensors, found))}
 
 
 def summary(done):
-    """Metrics of a rollout's updates -> numbers for the log: those of the first update, but those
-    of the ratio, which in it is mostly 1 by definition, are the last one's."""
-    first = done[0]
-    last = done[-1].sums
-    log = dict(first.sums)
+    """Numbers of a rollout's updates -> those for the log: of the first update, but those of the
+    ratio, which in it is mostly 1 by definition, are the last one's."""
+    log, last = dict(done[0]), done[-1]
     of_the_ratio = ("clip_frac", "ratio", "kl_old")
     log.update({name: last[name] for name in of_the_ratio if name in last})
     if "skipped" in last:  # of float16
         log.update(loss_scale=last["loss_scale"],
-                   skipped=sum(metrics.sums["skipped"] for metrics in done))
-    gap = first.tokens("gap")
-    log.update(gap=gap.mean().item(), gap_max=gap.max().item(),
-               entropy=first.tokens("entropy").mean().item())
-    if "accept" in first.parts:
-        log.update(overlap(first.tokens("accept")))
+                   skipped=sum((numbers["skipped"] for numbers in done), 0.0))
     return log
 
 
 def overlap(accept):
-    """accept (n,), the overlap of both policies by token -> its numbers for the log"""
-    return dict(accept=accept.mean().item(), accept_p05=quantile(accept, 0.05).item())
+    """accept (n,), the overlap of both policies by token -> its numbers for the log, tensors ()"""
+    return dict(accept=accept.mean(), accept_p05=quantile(accept, 0.05))
 
 
 def quantile(x, q):

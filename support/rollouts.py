@@ -63,7 +63,8 @@ def token_ids(name, ids, vocab_size):
 
 
 def check_log(rollout):
-    """Raise ValueError for a log that does not fit its rollout."""
+    """Raise ValueError for a log that does not fit its rollout. -> its kept_keys, which take time
+    to find"""
     grid = B, G, R = rollout.tokens.shape
     until, lengths = rollout.until.shape, rollout.lengths.shape
     prompts, kept = len(rollout.prompts), len(rollout.kept)
@@ -106,6 +107,7 @@ def check_log(rollout):
         b = prompt[~sound][0].item()
         raise ValueError(f"kept of prompt {b}: positions must be ascending and "
                          f"within its {sizes[b]} tokens")
+    return prompt, head, position
 
 
 def check_model(rollout, model):

@@ -640,11 +640,12 @@ def test_storage_is_freed(model, monkeypatch):
 
 
 def test_views_would_be_counted(model):
-    """The control: a cache that keeps a view holds all keys, and says so."""
+    """The control: a cache that keeps a view holds all keys, and says so; its own layers are one
+    storage, which stays."""
     cache = KVCache(CONFIG, [100], group=1, max_new_tokens=9, eviction=Eviction(**SMALL))
     k = torch.randn(100, 2, 16)
     cache.write_prompts(slice(0, 1), 0, q=torch.randn(100, 4, 16), k=k, v=k.clone())
     want = 2 * 3 * 2 * 16 * 4 * (24 + 8)
     assert cache.nbytes() == want
     cache.prompt_k[0] = k[:24].transpose(0, 1)[None]            # (1, nkv, 24, hs)
-    assert cache.nbytes() == want + 2 * 16 * 4 * (100 - 24)
+    assert cache.nbytes() == want + 2 * 16 * 4 * 100

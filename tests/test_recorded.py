@@ -230,10 +230,10 @@ def test_which_passes_are_padded(monkeypatch):
     net, _, _, opt = make()
     a, _ = rollouts(net)
 
-    def rows(net):
+    def rows(net, r=a):
         seen = []
         hook = net.layers[0].register_forward_pre_hook(lambda _, args: seen.append(len(args[0])))
-        replay(net, a)
+        replay(net, r)
         hook.remove()
         return seen
 
@@ -242,10 +242,12 @@ def test_which_passes_are_padded(monkeypatch):
     with torch.no_grad():
         assert rows(net) == few
     assert rows(toy().to(DEVICE)) == few  # nobody said where its gradients go
+    if CUDA:  # on a card alone
+        other = toy()
+        learner(other)
+        assert rows(other, rollouts(other)[0]) == few
     monkeypatch.setattr(recorded, "WORK", 256 * sum(p.numel() for p in net.parameters()) - 1)
     assert rows(net) == few
-    if CUDA:
-        assert rows(toy().to("cpu")) == few
 
 
 # memory

@@ -68,10 +68,16 @@ def test_layers_and_heads_have_logs_of_their_own(model, method):
 
 
 def test_select(model):
-    """Some prompts, and some samples of each, are the rollout they are part of."""
+    """Some prompts, and some samples of each, are the rollout they are part of; a slice of prompts
+    takes no copy."""
     r = generate(model, prompts(61, 40, 20), 3, 24, stop_ids=STOP, seed=1, eviction=OWN)
     some = r.select([2, 0])
     assert some.prompts == [r.prompts[2], r.prompts[0]] and gap(model, some) <= 1e-4
+    last, same = r.select(slice(1, 3)), r.select([1, 2])
+    assert last.prompts == r.prompts[1:] and torch.equal(last.until, same.until)
+    for name in ("tokens", "lengths", "logp_roll", "stopped", "mask"):
+        assert torch.equal(getattr(last, name), getattr(same, name))
+    assert gap(model, last) <= 1e-4 and last.tokens.data_ptr() == r.tokens[1].data_ptr()
     pairs = r.select([2, 0], torch.tensor([[1, 0], [2, 2]]))
     assert pairs.tokens.shape == (2, 2, 24) and gap(model, pairs) <= 1e-4
     assert torch.equal(pairs.tokens[1, 0], r.tokens[0, 2])

@@ -44,7 +44,7 @@ from model import Transformer
 from objectives.dpo import DPO
 from rollout import generate
 from run.evaluate import check_best, evaluate
-from run.learn import Metrics, micro_batches, quantile, summary
+from run.learn import Metrics, asked, quantile, summary
 from run.rewards import cut_at, decode
 from run.settings import (
     CHOICES,
@@ -230,6 +230,9 @@ def apart(a, b):
 
 def test_micro_batches(model):
     """As many groups as fit into a limit of packed rows, at least one."""
+    def micro_batches(*args):
+        return [list(range(4))[some] for some in run.learn.micro_batches(*args)]
+
     r = sampled(model)
     sizes = [len(p) + 2 * int((n - 1).sum()) for p, n in zip(r.prompts, r.lengths)]
     assert micro_batches(r, 2, 10_000) == [[0, 1, 2, 3]]
@@ -496,13 +499,14 @@ def test_numbers_of_several_updates():
         m = Metrics()
         m.add(loss=1.0 + clip_frac, clip_frac=clip_frac, ratio=1.0 + clip_frac, kl_old=clip_frac)
         done.append(m)
+    first, last = done
     mask = torch.tensor([True, True, False])
-    done[0].collect(mask, gap=torch.tensor([1.0, 3, 9]), entropy=torch.tensor([2.0, 4, 9]))
+    first.collect(mask, gap=torch.tensor([1.0, 3, 9]), entropy=torch.tensor([2.0, 4, 9]))
     want = dict(loss=1.0, clip_frac=0.25, ratio=1.25, kl_old=0.25, gap=2.0, gap_max=3.0,
                 entropy=3.0)
-    assert summary(done) == want
-    done[0].collect(mask, accept=torch.tensor([0.5, 1.0, 9]))
-    log = summary(done)
+    assert summary([asked(first.numbers()), asked(last.numbers())]) == want
+    first.collect(mask.nonzero(as_tuple=True), accept=torch.tensor([0.5, 1.0, 9]))
+    log = asked(first.numbers())
     assert log["accept"] == 0.75 and log["accept_p05"] == pytest.approx(0.525)
 
 
@@ -514,8 +518,9 @@ def test_sums_are_asked_for_once():
         tensors.add(kl=x, skipped=1)
         numbers.add(kl=x.item(), skipped=1)
     assert torch.is_tensor(tensors.sums["kl"]) and not tensors.sums["kl"].requires_grad
-    assert tensors.asked().sums == numbers.sums
-    assert isinstance(tensors.sums["kl"], float) and numbers.sums["kl"] != some.sum().item()
+    found = asked(tensors.numbers())
+    assert found == asked(found) == numbers.sums and isinstance(found["kl"], float)
+    assert numbers.sums["kl"] != some.sum().item()
 
 
 # the optimizer
