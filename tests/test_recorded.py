@@ -135,7 +135,7 @@ def trained(sizes, monkeypatch, seed=0, dtype=torch.float32, steps=3, **changes)
         for r in rollouts(toy(dtype=dtype).to(DEVICE)):
             rewards = some_rewards(*r.lengths.shape).to(DEVICE)
             logs.append(learn(net, opt, objective, r, rewards=rewards, c=c, lr=1e-3))
-    return [x.detach().clone() for x in opt.masters], logs, made(net)
+    return [x.detach().clone() for x in opt.whole()], logs, made(net)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
