@@ -61,25 +61,8 @@ class Rollout:
         """Where those are: prompt, sample and step, (n,) int64 each. To ask stalls a card."""
         return self.mask.nonzero(as_tuple=True)
 
-    def kept_keys(self):
-        """The kept keys of all prompts: number of the prompt, KV head, counted on from layer to
-        layer, and position, (n,) each."""
-        heads = self.until.shape[0] * self.until.shape[1]
-        found, counts = [], []
-        for kept in self.kept:
-            if torch.is_tensor(kept):  # all keep equally many
-                found.append(kept.flatten())
-                counts += [kept.shape[2]] * heads
-            else:
-                found += [position for layer in kept for position in layer]
-                counts += [len(position) for layer in kept for position in layer]
-        position = torch.cat(found)
-        counts = torch.tensor(counts, device=position.device)
-        head = torch.repeat_interleave(counts, output_size=len(position))
-        return head // heads, head % heads, position
-
     # they raise ValueError: for a log that does not fit the rollout; for a log or for tokens that a
-    # model cannot have
+    # model cannot have. check returns where the kept keys are
     check, check_model = check_log, check_model
 
     def select(self, prompts, samples=None):

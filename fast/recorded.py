@@ -57,7 +57,7 @@ def recorded(model, ids, pos, until, attend_under, checkpointing=False):
     def run(ids, pos, until):
         return model(ids, pos, attend_under(until), checkpointing)
 
-    params = list(model.parameters())
+    params = parameters_of(model)
     trained = [p for p in params if p.requires_grad]
     rows = padded(len(ids))
     pays = rows * sum(p.numel() for p in params) <= WORK
@@ -76,6 +76,17 @@ def recorded(model, ids, pos, until, attend_under, checkpointing=False):
 
 def on_card(x):
     return x.is_cuda
+
+
+def parameters_of(model):
+    """Those of model.parameters() in another order, in a third of its time: a card waits."""
+    found, modules = {}, [model]
+    for module in modules:
+        for p in module._parameters.values():
+            found[id(p)] = p
+        modules += module._modules.values()
+    found.pop(id(None), None)  # of a layer without a bias
+    return list(found.values())
 
 
 @contextmanager
@@ -174,7 +185,7 @@ class Recording:
     or None."""
 
     def __init__(self, model, run, inputs, grads, last):
-        self.inputs = [x.clone() for x in inputs]
+        self.inputs = inputs
         reached = {}  # parameters that get a gradient
 
         def forward():

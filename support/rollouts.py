@@ -63,8 +63,8 @@ def token_ids(name, ids, vocab_size):
 
 
 def check_log(rollout):
-    """Raise ValueError for a log that does not fit its rollout. -> its kept_keys, which take time
-    to find"""
+    """Raise ValueError for a log that does not fit its rollout. -> its kept_keys, which take a
+    card some time to find"""
     grid = B, G, R = rollout.tokens.shape
     until, lengths = rollout.until.shape, rollout.lengths.shape
     prompts, kept = len(rollout.prompts), len(rollout.kept)
@@ -74,6 +74,8 @@ def check_log(rollout):
                          f"{tuple(until)}, lengths {tuple(lengths)}")
     L, nkv = until[:2]
     for layers in rollout.kept:
+        if torch.is_tensor(layers) and layers.shape[:2] == (L, nkv):
+            continue
         if len(layers) != L or any(len(heads) != nkv for heads in layers):
             raise ValueError(f"kept is not given for {L} layers and {nkv} KV heads")
     check_integers(tokens=rollout.tokens, lengths=rollout.lengths, until=rollout.until)
@@ -88,7 +90,7 @@ def check_log(rollout):
                              f"{sampled}")
     for kept in rollout.kept:
         check_integers(kept=kept)
-    prompt, head, position = rollout.kept_keys()                # (n,) each
+    prompt, head, position = kept_keys(rollout)                 # (n,) each
     size = torch.tensor(sizes, device=prompt.device)[prompt]
     sound = (position >= 0) & (position < size)
     slot = (prompt * (L * nkv) + head) * max(sizes) + position
@@ -108,6 +110,24 @@ def check_log(rollout):
         raise ValueError(f"kept of prompt {b}: positions must be ascending and "
                          f"within its {sizes[b]} tokens")
     return prompt, head, position
+
+
+def kept_keys(rollout):
+    """The kept keys of all prompts: number of the prompt, KV head, counted on from layer to
+    layer, and position, (n,) each."""
+    heads = rollout.until.shape[0] * rollout.until.shape[1]
+    found, counts = [], []
+    for kept in rollout.kept:
+        if torch.is_tensor(kept):  # all keep equally many
+            found.append(kept.flatten())
+            counts += [kept.shape[2]] * heads
+        else:
+            found += [position for layer in kept for position in layer]
+            counts += [len(position) for layer in kept for position in layer]
+    position = torch.cat(found)
+    counts = torch.tensor(counts, device=position.device)
+    head = torch.repeat_interleave(counts, output_size=len(position))
+    return head // heads, head % heads, position
 
 
 def check_model(rollout, model):
