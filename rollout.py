@@ -17,7 +17,6 @@ Letters in shapes: B prompts of P tokens, G samples of each, S = B * G in all, R
 most; N packed rows of width C, L layers, nkv KV heads, V token ids; t counts response tokens.
 """
 from dataclasses import dataclass, field, replace
-from functools import cached_property
 
 import torch
 
@@ -50,13 +49,13 @@ class Rollout:
     sizes: list = None          # tokens of each prompt as it was sampled; None: unknown
     rewards: torch.Tensor = None  # (B, G) once they are judged
 
-    @cached_property
+    @property
     def mask(self):
         """(B, G, R) bool: which tokens are part of a response."""
         t = torch.arange(self.tokens.shape[2], device=self.tokens.device)
         return t < self.lengths[..., None]
 
-    @cached_property
+    @property
     def sampled(self):
         """Where those are: prompt, sample and step, (n,) int64 each. To ask stalls a card."""
         return self.mask.nonzero(as_tuple=True)

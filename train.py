@@ -225,6 +225,7 @@ def update(net, opt, objective, rollout, batch, config, lr, teacher=None):
             say(f"update {number + 1}/{config.updates}, "
                 f"micro-batch {i + 1}/{len(micro)}")
             part = rollout.select(some)
+            at = part.sampled  # asked for while a card has nothing else to do
             slices = {name: values[some] for name, values in batch.items()}
 
             # one forward pass under the logged mask: of the sampled tokens, at most R, the log-prob
@@ -250,9 +251,9 @@ def update(net, opt, objective, rollout, batch, config, lr, teacher=None):
             if is_first:
                 old[i] = out[config.learner].detach()
                 gap = (old[i] - part.logp_roll).abs()                     # (B, G, R)
-                metrics.collect(part.sampled, gap=gap, entropy=out["entropy"])
+                metrics.collect(at, gap=gap, entropy=out["entropy"])
                 if "accept" in out:
-                    metrics.collect(part.sampled, accept=out["accept"])
+                    metrics.collect(at, accept=out["accept"])
         # asked for after the step, which waits for a card anyway
         found = Metrics.together(parallel.gather(metrics)).numbers()
         norm = opt.step(lr, config.grad_clip)
