@@ -13,6 +13,7 @@ a power of two, and the masters' gradients are divided by it. Where a gradient i
 scale was too large: it is halved, and the step left out. After many good steps it is doubled.
 Loss scaling: 1710.03740.
 """
+import math
 import weakref
 from functools import partial
 
@@ -122,8 +123,9 @@ class Masters:
         norm = torch.nn.utils.clip_grad_norm_(self.masters, grad_clip)
         if self.scale is not None and self.rescale(norm):
             norm = torch.zeros(())
-        if not norm.isfinite():
-            raise FloatingPointError(f"the gradient's norm is {norm.item()}: "
+        norm = norm.item()  # a card is asked once
+        if not math.isfinite(norm):
+            raise FloatingPointError(f"the gradient's norm is {norm}: "
                                      "the weights were left as they are; lower lr?")
         if norm == 0:
             self.forget()
@@ -132,7 +134,7 @@ class Masters:
         self.optimizer.step(lr)
         self.forget()
         self.copy_down()
-        return norm.item()
+        return norm
 
     def forget(self):
         """Let go of all gradients."""
