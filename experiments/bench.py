@@ -1354,7 +1354,7 @@ REQUESTS = dict(  # part -> arguments of each of its tables
             dict(name=QWEN, work=replace(LONG, R=128), repeat=2, rivals=())],
     learner=[dict(name=QWEN, work=GROUP, repeat=3)],
     step=[dict(name=SMOLLM, work=Work(B=8, P=1024, G=8, R=64, budget=256), steps=3,
-               checkpointing=False, micro_rows=5120,  # as in config/smollm2.py
+               checkpointing=True, micro_rows=16384,  # as in config/smollm2.py
                rivals=TRL | BATCHING),
           dict(name=QWEN, work=LONG, steps=1, checkpointing=True, micro_rows=16384,
                rivals=TRL)],

@@ -334,7 +334,7 @@ def test_recorded_decoding_is_eager_decoding(monkeypatch):
     net = toy(vocab_size=5000).to("cuda", torch.bfloat16)
     ask = dict(group=4, max_new_tokens=24, stop_ids=tuple(range(40)), eviction=EVICTION)
     a = generate(net, prompts(40, 61), seed=3, **ask)
-    monkeypatch.setattr(rollout_file, "record", lambda step, device: step)
+    monkeypatch.setattr(rollout_file, "record", lambda step, device, kind: step)
     b = generate(net, prompts(40, 61), seed=3, **ask)
     assert torch.equal(a.tokens, b.tokens) and torch.equal(a.logp_roll, b.logp_roll)
     assert not torch.equal(generate(net, prompts(40, 61), seed=4, **ask).tokens, b.tokens)

@@ -657,6 +657,8 @@ def test_the_fields_of_messages(loaded):
                 dict(role="tool", content=end, name="get", tool_call_id=None),
                 dict(role="assistant", content="It is", thinking="So", reasoning_content=None)]
 
+    if not hasattr(transformers.utils.chat_template_utils, "_alias_reasoning_fields"):
+        pytest.skip("this transformers knows one name for a thought")
     tools = [dict(type="function", function=dict(name="get", parameters={}))]
     assert tok.chat(talk(""), tools=tools) == rendered(hf, talk(""), tools=tools)
     ids = tok.chat(talk("<|im_end|>"))
