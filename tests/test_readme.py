@@ -871,6 +871,51 @@ def test_what_the_host_costs():
             f"{alone[0]:.2f}, each once") in page
 
 
+def test_what_is_recorded_is_that_of_the_log():
+    """Of the turns of old and new code: the table, decoding, attention, two cards, memory."""
+    text, page = read("results/recorded-h200.log"), one_line("docs/speed.md")
+    found = {}
+    for part, who, rest in re.findall(r"^\[.*\] (\S+) (\w+): ms (.*)$", text, re.MULTILINE):
+        found[part, who] = [(float(x), float(e)) for x, e in
+                            re.findall(r"([\d.]+) \(s.e. ([\d.]+)\)", rest)]
+        held = json.loads(re.search(r"recordings besides, reserved\] (\[.*?\])", rest)[1])
+        found[part, who].append((sum(held[:2]), held[2]))
+
+    def said(x):
+        return f"{x:,.0f}" if x >= 1 else f"{x:.1f}"
+    rows = [cells(x) for x in read("docs/speed.md").splitlines() if " → " in x]
+    assert len(rows) == 4
+    for row, part in zip(rows, ("smollm2", "smollm2c", "0.5b", "1.5b")):
+        (whole, first, second, peak), (new, now, later, less) = (
+            found[part, who] for who in ("main", "new"))
+        assert row[1] == (f"{said(whole[0])} ({said(whole[1])}) → {said(new[0])} ({said(new[1])}), "
+                          f"x {whole[0] / new[0]:.2f}")
+        assert row[2] == f"{said(first[0])} → {said(now[0])}"
+        assert re.sub(r" \([\d.]+\)", "", row[3]) == f"{said(second[0])} → {said(later[0])}"
+        was, _, is_now = row[4].partition(" → ")
+        assert was == f"{peak[0]:.1f}"
+        if part != "0.5b":  # whose process still held another's recordings
+            assert is_now == f"{less[0]:.1f}"
+    for part, digits in (("attn", 2), ("dsmollm2", 2), ("d1.5b", 2)):
+        for who in ("main", "new"):  # attention: of the later, longer turns
+            x, e = found[part, who][0]
+            assert f"{x:.{digits}f} ({e:.{digits}f})" in page or f"{x:.2f} ms ({e:.2f})" in page
+    one, two = ([float(x) for x in re.findall(rf"^cards {n} .*'samples_s': ([\d.]+)", text,
+                                              re.MULTILINE)] for n in (1, 2))
+    assert ("| 2a72817 | Qwen2.5-0.5B | 2,048, 512 | " + ", ".join(f"{x:.1f}" for x in one) + " | "
+            + ", ".join(f"{x:.1f}" for x in two) + " | "
+            + ", ".join(f"{b / a:.2f}" for a, b in zip(one, two))) in read("docs/several-gpus.md")
+    steps = re.findall(r"cap (\S+) \| (.*) \| allocated ([\d.]+) reserved ([\d.]+) GB \| (\d+) ms",
+                       text)
+    table = [cells(x) for x in read("docs/memory.md").splitlines()
+             if re.match(r"\| (none|6.2|8|24) \|", x)]
+    for cap, _, _, _, peak, took, seconds in table:
+        assert any((cap, peak, took, seconds) == (
+            limit.removesuffix(".0").replace("None", "none"), f"{float(a):.1f}", f"{float(r):.1f}",
+            f"{int(ms) / 1e3:.2f}") for limit, _, a, r, ms in steps), (cap, peak, took)
+    assert len(table) == 5
+
+
 def test_what_fits_is_that_of_the_log():
     """Of each table of bench fit the row that fitted, or else what would be needed."""
     tables, before = bench("fit"), bench("fit-no-lora")
