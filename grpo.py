@@ -162,7 +162,7 @@ def pack(rollout, policies=("dense", "shadow")):
     rows.masked_fill_(~rollout.mask, -1)
     born, gone = born.flatten(1)[:, sample], gone.flatten(1)[:, sample]  # (Q, n)
     row = born + step                                           # (Q, n)
-    ids[row] = rollout.tokens.flatten(0, 1)[sample, step]
+    ids[row] = rollout.tokens.flatten(0, 1)[sample, step].long()
     pos[row] = P[sample // G] + step
     until[:, row] = gone.int()
     if "shadow" in policies:  # the last of them

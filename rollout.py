@@ -67,10 +67,11 @@ class Rollout:
     def select(self, prompts, samples=None):
         """The rollout of n prompts, given by index or by a slice, which takes no copy; of some
         samples (n, G') of each, or of all."""
+        numbers = prompts
         if isinstance(prompts, slice):
             numbers = range(len(self.prompts))[prompts]
-        else:
-            prompts = torch.as_tensor(prompts, device=self.tokens.device)
+        if samples is not None or numbers is prompts or numbers.step < 0:
+            prompts = torch.as_tensor(numbers, device=self.tokens.device)
             numbers = prompts.tolist()
         at = prompts, slice(None)
         if samples is not None:

@@ -53,6 +53,8 @@ def record(step, device, kind=None):
                 learner.drop()
             torch.cuda.empty_cache()
             graph = capture(step)  # not kept: others need its memory soon
+    gone = [known for known in KNOWN if known and known[0]() is None]  # models
+    KNOWN.difference_update(gone)
     KNOWN.add(kind)
     return graph.replay
 

@@ -195,7 +195,8 @@ def fit(job, update):
     unasked = config.dry_run or parallel.size() > 1 or not may_not_fit(job, limit)
     if not config.memory and unasked:
         return ""
-    asked = dict(limit=limit, **{key: getattr(config, key) for key in CHOSEN})
+    asked = dict(limit=limit, device=config.device,
+                 **{key: getattr(config, key) for key in CHOSEN})
     memory = job.run.memory if job.run else {}
     chosen = memory.get("fit", {})
     peak = None
@@ -255,7 +256,8 @@ def lower_until_it_fits(job, update, limit):
                 break
             key, value = next_lower(config, name)
             if key is None:
-                raise ValueError(too_large(name, said, cost, limit))
+                raise ValueError(
+                    too_large(config, name, said=said, cost=cost, limit=limit))
             setattr(config, key, value)
         peaks.append(cost.peak)
     job.opt.forget()
@@ -282,15 +284,20 @@ def next_lower(config, phase):
     return None, None
 
 
-def too_large(phase, said, cost, limit):
+def too_large(config, phase, said, cost, limit):
     """Why nothing fits, and what would help that is another run."""
     took = f"takes {gigabytes(cost.peak)} GB" if cost.fits else "runs out of memory"
     if phase != "sampling":  # which none of these change
         took += f" with {said}"
-    more = dict(
-        sampling="lower prompts, group, prompt_tokens or budget",
-        learning="set --moments=bfloat16 (4 bytes a weight less) or --lora_rank=16, or "
-                 "lower prompt_tokens or group",
-        evaluation="lower prompt_tokens or budget")
-    return (f"{phase} {took}, {limit / 1e9:.4g} GB may be held: "
-            f"{more[phase]}")
+    ways = ["lower prompt_tokens"]
+    if phase == "sampling":
+        keeps_all = config.evict == "none"
+        ways = ["set --evict=snapkv"] if keeps_all else ["lower budget"]
+        ways += ["lower prompts, group or prompt_tokens"]
+    if phase == "learning":
+        ways = ["lower prompt_tokens or group"]
+        if not config.lora_rank:
+            ways.insert(0, "set --lora_rank=16")
+        if config.moments == "float32":
+            ways.insert(0, "set --moments=bfloat16 (4 bytes a weight less)")
+    return (f"{phase} {took}, {limit / 1e9:.4g} GB may be held: {', or '.join(ways)}")

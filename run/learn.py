@@ -65,7 +65,9 @@ class Metrics:
     def add(self, **numbers):
         for name, x in numbers.items():
             if torch.is_tensor(x):
-                x = x.detach().double()
+                if x.numel() != 1:
+                    raise ValueError(f"{name} must be one number, got {tuple(x.shape)}")
+                x = x.detach().double().view(())
             self.sums[name] = self.sums.get(name, 0.0) + x
 
     def collect(self, at, **tensors):

@@ -291,6 +291,8 @@ def test_pack_is_its_definition(model):
     assert {type(r.kept[0]) for r in rollouts} == {torch.Tensor, list}
     for r, policies in product(rollouts, (("dense", "shadow"), ("dense",), ("shadow",))):
         got, want = pack(r, policies), pack_by_hand(r, policies)
+        narrow = pack(replace(r, tokens=r.tokens.int()), policies)
+        assert torch.equal(narrow.ids, got.ids) and narrow.ids.dtype == torch.int64
         assert torch.equal(got.ids, want.ids) and torch.equal(got.pos, want.pos)
         assert got.until.dtype == torch.int32 and torch.equal(got.until, want.until)
         assert got.rows.keys() == want.rows.keys() == set(policies)

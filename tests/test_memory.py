@@ -347,9 +347,13 @@ def test_what_fits_is_chosen_by_measuring(tmp_path, capsys, monkeypatch):
 
 
 @pytest.mark.parametrize("gb, more, say", [
-    (dict(sampling=9), [], "sampling takes 9.000 GB, 2 GB may be held: lower prompts, group"),
+    (dict(sampling=9), [],
+     "sampling takes 9.000 GB, 2 GB may be held: lower budget, or lower prompts"),
+    (dict(sampling=9), ["--evict=none"], "sampling takes .* held: set --evict=snapkv, or lower p"),
+    (dict(learning=9), ["--moments=bfloat16", "--lora_rank=4"],
+     "learning takes .* may be held: lower prompt_tokens or group"),
     (dict(learning=9), [], "learning takes 9.000 GB with checkpointing=True micro_rows=128 "
-     "logit_mb=64 eval_batch=128, 2 GB may be held: set --moments=bfloat16 .* or --lora_rank=16"),
+     "logit_mb=64 eval_batch=128, 2 GB .*: set --moments=bfloat16 .* set --lora_rank=16, or"),
     (dict(learning=9, card=8), ["--prompts=1"], "learning runs out of memory with checkpointing"),
     (dict(evaluation=9), [], "evaluation takes 9.000 GB with .* eval_batch=1, ")])
 def test_where_nothing_fits(gb, more, say, tmp_path, monkeypatch):

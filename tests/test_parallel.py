@@ -36,7 +36,7 @@ from conftest import (
 from data.rewards import RewardError
 from kvcache import Eviction
 from rollout import generate, join
-from run.learn import Metrics
+from run.learn import Metrics, asked
 from run.rewards import join_parts, rewarded
 from run.settings import eviction_of
 from run.start import check_ranks
@@ -98,6 +98,16 @@ def test_shares(monkeypatch):
             assert n // size <= len(parallel.share(n)) <= -(-n // size)
             found += parallel.share(n)
         assert found == list(range(n))
+
+
+def test_numbers_of_the_log():
+    """Of one element, whatever their shapes; more are refused before they are added up."""
+    metrics = Metrics(loss=0.5)
+    for x in (1, 2.0, torch.tensor(3), torch.tensor([4.0]), torch.ones(1, 1, requires_grad=True)):
+        metrics.add(loss=x)
+    assert asked(metrics.numbers()) == {"loss": 11.5}
+    with pytest.raises(ValueError, match=r"loss must be one number, got \(2,\)"):
+        metrics.add(loss=torch.ones(2))
 
 
 def test_metrics_together():

@@ -82,6 +82,9 @@ def test_select(model):
     assert pairs.tokens.shape == (2, 2, 24) and gap(model, pairs) <= 1e-4
     assert torch.equal(pairs.tokens[1, 0], r.tokens[0, 2])
     assert torch.equal(pairs.mask[0, 0], r.mask[2, 1])
+    turned = r.select(slice(2, None, -2), torch.tensor([[1, 0], [2, 2]]))
+    assert turned.prompts == pairs.prompts and torch.equal(turned.until, pairs.until)
+    assert torch.equal(r.select(slice(None, None, -1)).tokens, r.tokens.flip(0))
     assert gap(model, replace(pairs, until=some.until[:, :, :, :2])) > 1e-3  # other samples' log
 
 
