@@ -211,7 +211,8 @@ def kept(name):
 
 def test_the_default_run_is_that_of_its_logs():
     said = " ".join(page("reproduce").split())
-    for start, name in (("ended at", "two-threads"), ("With one thread it ended at", "smd-0")):
+    for start, name in (("ended at", "two-threads"), ("EPYC it ended at", "two-threads-epyc"),
+                        ("With one thread on the Xeon it ended at", "smd-0")):
         last = json.loads(kept(f"default-cpu/{name}.jsonl").splitlines()[-1])
         ends = "{eval_compressed:.3f} / {eval_dense:.3f}".format(**last)
         assert re.search(rf"{start} {ends}.*?`results/default-cpu/{name}.jsonl`", said)

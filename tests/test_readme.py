@@ -924,8 +924,8 @@ def test_what_fits_is_that_of_the_log():
         assert last["name"].endswith("no limit")
         assert f"took {last['peak_gb']:.1f} GB at least" in read("docs/memory.md")
     rows = [cells(x) for x in read("docs/memory.md").splitlines()
-            if re.match(r"\| (16|24) GB \|", x)]
-    assert len(rows) == len(tables) == 7
+            if re.match(r"\| (8|16|24) GB \|", x)]
+    assert len(rows) == len(tables) == 10
     cuda = [row["cuda_gb"] for table in before + tables for row in table["rows"]]
     assert (f"(it took {min(cuda):.2f} to {max(cuda):.2f}, so the cap is {max(cuda) - 0.8:.2f} GB "
             "too wide)") in read("docs/memory.md")
