@@ -153,7 +153,7 @@ def pack(rollout, policies=("dense", "shadow")):
 
     # (n,) each, of a policy's copies; samples are counted on from group to group
     sample, step = rollout.mask[..., 1:].flatten(0, 1).nonzero(as_tuple=True)
-    # of all policies, Q of them, at a time
+    # of all policies, Q of them, at a time; number 0 is the first
     number = torch.arange(len(policies), device=device)[:, None, None]
     gone = copies[:, None] + number * own[:, None] + fed.cumsum(1)  # (Q, B, G)
     born = gone - fed                                           # (Q, B, G)

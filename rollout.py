@@ -224,7 +224,7 @@ def generate(model, prompts, group, max_new_tokens, temperature=1.0, eviction=No
         if asks and (tokens[:, :t, None] == stop).any(2).any(1).all():
             break
         if device.type == "cuda" and t == (1 if kind in KNOWN else 2):
-            run = record(step, device, kind)  # once step 1 has compiled and warmed up all
+            run = record(step, device, kind)  # all is compiled: by step 1 or an earlier rollout
         run()
         if t < R - 1:  # nothing is sampled after step R - 1
             cache.evict_responses(t)

@@ -105,8 +105,8 @@ value_coef = 0.1         # ppo: weight of the value loss; 0.05 .. 1
 beta = 0.1               # dpo: strength of the pull to the initial weights; 0.01 .. 1
 micro_rows = 16384       # packed rows per forward pass of the learner; lower it if memory runs out
 checkpointing = False    # less memory for a fifth more time, by computing activations twice
-logit_mb = 256           # MB of logits at a time, about five times as much lives; 16 .. 1024
-memory = 0.0             # GB it may hold: the three above and eval_batch are lowered until it fits
+logit_mb = 256           # MB of logits at a time; learning holds five times that; 16 .. 1024
+memory = 0.0             # GB it may hold; the three above and eval_batch follow from it
 # LoRA: small matrices are trained beside the large ones
 lora_rank = 0            # rank of the small matrices, 4 .. 64; 0: no LoRA, all weights are trained
 lora_alpha = 32.0        # their product is scaled by lora_alpha / lora_rank

@@ -8,8 +8,9 @@ row 0 that see themselves alone: they are finite where row 0 is, no row sees the
 states are dropped, and their gradient is 0.
 
 It replaces model(ids, pos, attend, checkpointing) in grpo.replay, on a card, where gradients are
-wanted and an optimizer of support/ collects them. What is recorded depends on memory and on what
-came before, so a pass that is launched kernel by kernel has the same padding and the same bits.
+wanted and an optimizer of support/ collects them. Whether a pass is recorded depends on free
+memory and on earlier passes, and must not change results, so a pass that is launched kernel by
+kernel is padded alike and has the same bits. Passes above WORK are neither padded nor recorded.
 
 1. A number of rows is recorded when it comes for the second time: the first pass compiles its
    kernels. Recording takes about as long as a pass. There are at most SIZES recordings of a model.

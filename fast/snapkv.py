@@ -1,7 +1,8 @@
 """
 SnapKV at prefill: votes, choice and copy of a whole pack of prompts in four launches a layer.
 
-It replaces KVCache.write_prompts for kvcache.snapkv, which stays what it is held against. There a
+KVCache.write_pack calls it in place of write_prompts for kvcache.snapkv, the definition that it is
+tested against. There a
 layer takes dozens of launches for each length of prompt; here prompts of all lengths go together.
 
 The idea. Four kernels, of which each program owns a part of one prompt:
@@ -56,7 +57,7 @@ def edges(lengths, device):
 
 
 def compress(cache, which, layer, q, k, v):
-    """Replaces what KVCache.write_pack does for SnapKV: prompts `which`, a slice, at one layer. q
+    """Replaces KVCache.write_prompts for SnapKV: prompts `which`, a slice, at one layer. q
     (N, nh, hs), k, v (N, nkv, hs). Raises ValueError unless their heads follow each other."""
     (N, nkv, hs), eviction = k.shape, cache.eviction
     if any(x.stride()[1:] != (hs, 1) for x in (q, k, v)):

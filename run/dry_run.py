@@ -43,7 +43,7 @@ REACHES = dict(checkpointing=["learning"], micro_rows=["learning", "evaluation"]
                eval_batch=["evaluation"])  # settings that leave the other phases as they are
 CHOSEN = ("checkpointing", "micro_rows", "logit_mb", "eval_batch")  # by `fit`
 FEW_MB = 64   # of logits, where little memory is left
-ROOM = 0.75   # of a card; where less is expected to be held, nothing is measured
+ROOM = 0.75   # of a card: unasked, `fit` measures only if more is expected to be held
 
 
 def savings(settings, config, phase):
@@ -185,6 +185,7 @@ def disk(net, opt):
 
 # before a run
 
+@nothing_recorded()
 def fit(job, update):
     """Lower CHOSEN in job.config until the largest step and a batch of the evaluation fit into
     config.memory or, where that is 0 and the learner is large for its card, into the card. What was

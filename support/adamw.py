@@ -1,8 +1,8 @@
 """
 AdamW on fp32 weights that need not be there between two steps, a chunk of them at a time.
 
-The idea. A bf16 weight is its fp32 master rounded, so the master is not held beside it: 16 bits
-are, by which it differs from the weight. A step puts the masters of a chunk together, lets torch's
+The idea. A bf16 weight is its fp32 master rounded, so the master is not held beside it: 16
+bits are, which hold the difference. A step puts the masters of a chunk together, lets torch's
 own fused kernel update them, and takes them apart again. That changes no bit of what AdamW does to
 masters that stay.
 
@@ -13,8 +13,9 @@ bits. The upper end, about one weight in 131,072, is noted in a list (ties).
 
 The two moments of the gradient may be held in bf16 as well. They are computed in fp32 and rounded
 up or down at random, by how near they lie, so that their mean is right: a step that changes one by
-less than half of bf16's spacing (1/256) would else be lost each time. Random numbers follow from
-the seed and the number of the step, so a run that goes on draws what it would have drawn.
+less than half of bf16's spacing, about 1/256 of it, would else be lost each time. Random numbers
+follow from the seed and the number of the step, so a run that goes on draws what it would have
+drawn.
 
 Of weights in other types the masters are fp32 tensors and updated where they are.
 
@@ -27,7 +28,7 @@ bf16 weight 2010.06192.
 import torch
 from torch.optim.adamw import adamw
 
-CHUNK = 2**26  # numbers: a step takes 7 bytes of each beside what is held, 16 of bf16 moments
+CHUNK = 2**26  # numbers of one; a step needs 7 more bytes for each, 16 with bf16 moments
 BETA1, EPS = 0.9, 1e-8
 MOMENTS = ("exp_avg", "exp_avg_sq")  # as torch calls them
 

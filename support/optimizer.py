@@ -2,10 +2,10 @@
 fp32 master weights for a model that may hold bf16 or fp16.
 
 The idea. Sampler and learner read one set of (bf16) weights, so the policy that sampled is
-the policy that learns. The optimizer owns fp32 weights, the masters, and rounds them down
-after each step: an update of 1e-6 is below bf16's spacing, so it must be summed up in fp32.
-Gradients of micro-batches add up in fp32 too. Of bf16 weights the masters are made for a step
-alone (adamw.py).
+the policy that learns. The optimizer owns fp32 weights, the masters, and rounds them to the
+model's type after each step: an update of 1e-6 is below bf16's spacing, so it must be summed
+up in fp32. Gradients of micro-batches add up in fp32 too. Of bf16 weights the masters are made
+for a step alone (adamw.py).
 
 fp16 has three more bits than bf16, so sampler and learner are nearer to each other (2510.26788),
 but ends at 65,504 and 6e-8. Gradients lie near its lower end: the loss is multiplied by a scale,
@@ -43,8 +43,8 @@ def first_scale(params):
 
 
 class Masters:
-    """The fp32 weights that the optimizer (AdamW) updates; of an fp32 model they are its own
-    parameters.
+    """Sums gradients in fp32 and steps AdamW on fp32 masters of a model's parameters; those of an
+    fp32 model are the parameters.
 
     masters: tensors of their shapes whose .grad is the sum of gradients. Those of bf16 parameters
     hold no numbers: `whole` makes them. config: see AdamW. value: PPO's value head, an fp32 module
