@@ -254,7 +254,7 @@ def update(net, opt, objective, rollout, batch, config, lr, teacher=None):
                 metrics.collect(at, gap=gap, entropy=out["entropy"])
                 if "accept" in out:
                     metrics.collect(at, accept=out["accept"])
-        # asked for after the step, which waits for a card anyway
+        # computed before the step, asked for after it: a step waits for a card anyway
         found = Metrics.together(parallel.gather(metrics)).numbers()
         norm = opt.step(lr, config.grad_clip)
         done.append(asked(dict(found, grad_norm=norm, **opt.scaling)))

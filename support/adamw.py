@@ -73,12 +73,12 @@ class Chunk:
         self.sizes = [end - first for _, first, end in pieces]
         self.weights = self.cut(weights)
         like, n = self.weights[0], sum(self.sizes)
-        self.split = like.dtype == torch.bfloat16
+        self.halved = like.dtype == torch.bfloat16
         self.moments = torch.zeros(2, n, dtype=kind, device=like.device)
         self.pairs = [x.split(self.sizes) for x in self.moments]
         # steps so far of each piece; AdamW corrects its bias by them
         self.steps = torch.zeros(len(pieces), device=like.device).unbind()
-        if self.split:
+        if self.halved:
             self.high = [x.view(torch.int16) for x in self.weights]
             self.low = torch.zeros(n, dtype=torch.int16, device=like.device)
             self.ties = torch.zeros(0, dtype=torch.int64, device=like.device)
@@ -88,7 +88,7 @@ class Chunk:
         return [tensors[i].detach().view(-1)[first:end]
                 for i, first, end in self.pieces]
 
-    def join(self):
+    def put_together(self):
         """The masters of bf16 weights, made anew: (n,) fp32."""
         bits = self.low.int()
         bits.add_(torch.cat(self.high), alpha=2**16)
@@ -96,7 +96,7 @@ class Chunk:
             bits[self.ties] += 2**16
         return bits.view(torch.float32)
 
-    def part(self, masters):
+    def take_apart(self, masters):
         """Let the masters of bf16 weights be these (n,) fp32, which are overwritten."""
         rounded = masters.to(torch.bfloat16)
         torch._foreach_copy_(self.weights, rounded.split(self.sizes))
@@ -118,8 +118,8 @@ class Chunk:
             _, first, end = self.pieces[there[0]]
             grads = [grads[0][first:end]]
         params, pairs, moments = self.weights, self.pairs, self.moments
-        if self.split:
-            masters = self.join()
+        if self.halved:
+            masters = self.put_together()
             params = masters.split(self.sizes)
         if rng is not None:
             moments = self.moments.float()
@@ -128,8 +128,8 @@ class Chunk:
             [x[k] for k in there] for x in (params, *pairs, self.steps))
         adamw(params, grads, exp_avgs=first, exp_avg_sqs=second, max_exp_avg_sqs=[],
               state_steps=steps, fused=True, amsgrad=False, maximize=False, **how)
-        if self.split:
-            self.part(masters)
+        if self.halved:
+            self.take_apart(masters)
         if rng is not None:
             for held, x in zip(self.moments, moments):
                 round_to(held, x, rng)
@@ -184,8 +184,8 @@ class AdamW:
     def masters(self):
         """Of each weight its master, one after the other; that of a bf16 weight is made when it is
         asked for."""
-        made = self.whole([chunk for chunk in self.chunks if chunk.split],
-                          lambda chunk: chunk.join().split(chunk.sizes))
+        made = self.whole([chunk for chunk in self.chunks if chunk.halved],
+                          lambda chunk: chunk.put_together().split(chunk.sizes))
         for weight in self.weights:
             yield next(made) if weight.dtype == torch.bfloat16 else weight.detach()
 
@@ -237,10 +237,10 @@ class AdamW:
             for (i, _, _), step in zip(chunk.pieces, chunk.steps):
                 step.fill_(float(state["state"].get(i, {}).get("step", 0)))
             parts = chunk.cut(masters)
-            if chunk.split:
+            if chunk.halved:
                 # a copy: of one piece, cat's may be the file's own
                 whole = torch.empty(len(chunk.low), device=chunk.low.device)
-                chunk.part(whole.copy_(torch.cat(parts)))
+                chunk.take_apart(whole.copy_(torch.cat(parts)))
             else:
                 for weight, x in zip(chunk.weights, parts):
                     weight.copy_(x)

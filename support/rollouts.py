@@ -72,6 +72,8 @@ def check_log(rollout):
         raise ValueError(f"the log does not fit {B} prompts x {G} samples x {R} "
                          f"tokens: {prompts} prompts, kept for {kept}, until "
                          f"{tuple(until)}, lengths {tuple(lengths)}")
+    if not B:
+        raise ValueError("the rollout holds no prompts")
     L, nkv = until[:2]
     for layers in rollout.kept:
         if torch.is_tensor(layers) and layers.shape[:2] == (L, nkv):

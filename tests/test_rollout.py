@@ -85,6 +85,8 @@ def test_select(model):
     turned = r.select(slice(2, None, -2), torch.tensor([[1, 0], [2, 2]]))
     assert turned.prompts == pairs.prompts and torch.equal(turned.until, pairs.until)
     assert torch.equal(r.select(slice(None, None, -1)).tokens, r.tokens.flip(0))
+    with pytest.raises(ValueError, match="the rollout holds no prompts"):
+        r.select(slice(0, 0)).check()
     assert gap(model, replace(pairs, until=some.until[:, :, :, :2])) > 1e-3  # other samples' log
 
 
